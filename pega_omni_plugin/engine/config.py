@@ -6,8 +6,9 @@ here, key by key, before a process is started and once more inside the engine.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -130,11 +131,11 @@ def parse_options(config: EngineConfig, where: str = "options") -> Any:
         ConfigError: naming ``where`` and each wrong key.
     """
     kind = program_class(config.program).Options
-    adapter = TypeAdapter(kind, config=ConfigDict(extra="forbid"))
+    _known(config.options, {field.name for field in dataclasses.fields(kind)}, where)
     try:
-        return adapter.validate_python(dict(config.options))
+        return TypeAdapter(kind).validate_python(dict(config.options))
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_reasons(error, kind.__dataclass_fields__)}") from error  # type: ignore[attr-defined]
+        raise ConfigError(f"{where}: {_reasons(error, ())}") from error
 
 
 def load_stage_file(path: Path) -> EngineConfig:
@@ -203,17 +204,17 @@ def _read(path: Path) -> dict[str, Any]:
     return below | document | {"stages": list(merged.values())}
 
 
-def _known(section: Mapping[str, Any], keys: set[str], where: str) -> None:
+def _known(section: Mapping[str, Any], keys: Collection[str], where: str) -> None:
     for key in section:
         if key not in keys:
             raise ConfigError(f"{where}: unknown key {key!r}; known: {', '.join(sorted(keys))}")
 
 
-def _reasons(error: ValidationError, fields: Mapping[str, Any]) -> str:
+def _reasons(error: ValidationError, fields: Collection[str]) -> str:
     parts = []
     for item in error.errors():
         key = ".".join(str(step) for step in item["loc"]) or "value"
-        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        if item["type"] == "extra_forbidden":
             parts.append(f"unknown key {key!r}; known: {', '.join(sorted(fields))}")
         else:
             parts.append(f"{key}: {item['msg']} (got {item['input']!r})")
