@@ -43,8 +43,8 @@ class Option:
 
     kind: Literal["integer", "number", "boolean", "choice"]
     description: str
-    minimum: float | None = None
-    maximum: float | None = None
+    minimum: int | float | None = None
+    maximum: int | float | None = None
     choices: tuple[str, ...] = ()
 
 

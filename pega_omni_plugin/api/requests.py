@@ -1,0 +1,231 @@
+"""From a request body to a checked ``Speech``: every rule before the engine, the first broken one answered."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
+
+from pega_omni_plugin.api.errors import InvalidRequest, ModelNotFound
+from pega_omni_plugin.engine.program import Option, ProgramInfo, Speech
+
+Format = Literal["wav", "pcm"]
+
+SEED = Option("integer", "Reproduces the draws of a request", minimum=0, maximum=2**63 - 1)
+"""An option of every program."""
+
+EXTENSIONS = ("language", "seed", "task_type", "cfg_scale", "ref_audio", "ref_text", "max_new_tokens")
+"""Top-level fields of other speech servers, taken as the ``extra`` key of the same name."""
+
+_VOICES_SHOWN = 12
+
+
+class VoiceReference(BaseModel):
+    """A voice as an object."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: StrictStr
+
+
+class SpeechRequest(BaseModel):
+    """The body of ``POST /v1/audio/speech``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: StrictStr | None = Field(None, description="A served model; optional, there is one")
+    input: StrictStr = Field(description="The text to speak")
+    voice: StrictStr | VoiceReference | None = Field(None, description="A voice's id, or an object with it")
+    instructions: StrictStr | None = Field(None, description="How to speak, for models that follow instructions")
+    instruct: StrictStr | None = Field(None, description="The same under another server's name")
+    response_format: StrictStr | None = Field(None, description="wav (default) or pcm")
+    stream_format: StrictStr | None = Field(None, description="audio (default) or sse")
+    stream: StrictBool | None = Field(None, description="Accepted; every response streams")
+    speed: StrictFloat | StrictInt | None = Field(None, description="1.0 is the voice's own pace")
+    extra: dict[str, Any] = Field(default_factory=dict, description="Options that the model declares")
+    language: StrictStr | None = None
+    seed: StrictInt | None = None
+    task_type: StrictStr | None = None
+    cfg_scale: StrictFloat | StrictInt | None = None
+    ref_audio: StrictStr | None = None
+    ref_text: StrictStr | None = None
+    max_new_tokens: StrictInt | None = None
+    user: StrictStr | None = Field(None, description="Accepted and not used")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechCall:
+    """A checked request: what the engine gets, and how the answer is framed."""
+
+    speech: Speech
+    format: Format
+    sse: bool
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The body as an object.
+
+    Raises:
+        InvalidRequest: it is not JSON, or not an object.
+    """
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise InvalidRequest(f"the body must be a JSON object, got {_json_type(document)}")
+    return document
+
+
+def check_speech(document: Mapping[str, Any], info: ProgramInfo, served: Collection[str]) -> SpeechCall:
+    """Check a speech request against what is served.
+
+    Raises:
+        InvalidRequest: naming the first field that is wrong and what is allowed.
+        ModelNotFound: ``model`` is another one.
+    """
+    try:
+        request = SpeechRequest.model_validate(document)
+    except ValidationError as error:
+        raise _shape(error) from error
+    if request.model is not None and request.model not in served:
+        raise ModelNotFound(
+            f"model {request.model!r} is not served here; served: {', '.join(sorted(served))}",
+            param="model",
+            code="model_not_found",
+        )
+    response_format = request.response_format or "wav"
+    if response_format not in ("wav", "pcm"):
+        raise InvalidRequest(f"response_format {response_format!r} is not one of wav, pcm", param="response_format")
+    stream_format = request.stream_format or "audio"
+    if stream_format not in ("audio", "sse"):
+        raise InvalidRequest(f"stream_format {stream_format!r} is not one of audio, sse", param="stream_format")
+    _check_input(request.input, info)
+    speech = Speech(
+        input=request.input,
+        voice=_voice(request.voice, info),
+        instructions=_instructions(request, info),
+        speed=_speed(request.speed, info),
+        **_extra(request, info),
+    )
+    return SpeechCall(speech, response_format, stream_format == "sse")  # type: ignore[arg-type]
+
+
+def _check_input(text: str, info: ProgramInfo) -> None:
+    if not text.strip():
+        raise InvalidRequest("input is empty; send the text to speak", param="input")
+    if len(text) > info.max_input_chars:
+        raise InvalidRequest(
+            f"input has {len(text)} characters, at most {info.max_input_chars} are allowed", param="input"
+        )
+    if "\0" in text:
+        raise InvalidRequest(f"input has a NUL character at position {text.index(chr(0))}; remove it", param="input")
+
+
+def _voice(voice: str | VoiceReference | None, info: ProgramInfo) -> str:
+    name = voice.id if isinstance(voice, VoiceReference) else voice
+    if name is None:
+        return info.default_voice
+    known = [entry.id for entry in info.voices]
+    if name not in known:
+        shown = ", ".join(known[:_VOICES_SHOWN]) + (", …" if len(known) > _VOICES_SHOWN else "")
+        raise InvalidRequest(f"voice {name!r} is unknown; GET /v1/audio/voices lists all: {shown}", param="voice")
+    return name
+
+
+def _instructions(request: SpeechRequest, info: ProgramInfo) -> str | None:
+    if request.instructions and request.instruct:
+        raise InvalidRequest("instructions and instruct say the same; send one of them", param="instruct")
+    text = request.instructions or request.instruct
+    if not text:
+        return None
+    if not info.instructions:
+        param = "instructions" if request.instructions else "instruct"
+        raise InvalidRequest(f"model {info.model} does not follow {param}; leave the field out", param=param)
+    if len(text) > info.max_input_chars:
+        raise InvalidRequest(
+            f"instructions have {len(text)} characters, at most {info.max_input_chars} are allowed",
+            param="instructions",
+        )
+    return text
+
+
+def _speed(speed: float | None, info: ProgramInfo) -> float:
+    slowest, fastest = info.speeds
+    if speed is None:
+        return 1.0
+    if not slowest <= speed <= fastest:
+        raise InvalidRequest(f"speed {speed:g} is not between {slowest:g} and {fastest:g}", param="speed")
+    return float(speed)
+
+
+def _extra(request: SpeechRequest, info: ProgramInfo) -> dict[str, Any]:
+    extra = dict(request.extra)
+    for name in EXTENSIONS:
+        value = getattr(request, name)
+        if value is None:
+            continue
+        if name in extra:
+            raise InvalidRequest(f"{name} stands both in the body and in extra; send one of them", param=name)
+        extra[name] = value
+    options = {"seed": SEED} | dict(info.options)
+    for key in sorted(extra):
+        option = options.get(key)
+        if option is None:
+            known = ", ".join(sorted(options))
+            raise InvalidRequest(f"extra: model {info.model} has no option {key!r}; it has: {known}", param="extra")
+        _check_option(key, extra[key], option)
+    seed = extra.pop("seed", None)
+    return {"extra": extra, "seed": secrets.randbits(63) if seed is None else seed}
+
+
+def _check_option(key: str, value: Any, option: Option) -> None:
+    if not _accepts(option, value):
+        raise InvalidRequest(f"extra: {key} must be {_wanted(option)}, got {value!r}", param="extra")
+
+
+def _accepts(option: Option, value: Any) -> bool:
+    if option.kind == "choice":
+        return value in option.choices
+    if option.kind == "boolean":
+        return isinstance(value, bool)
+    kinds = (int,) if option.kind == "integer" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        return False
+    low, high = option.minimum, option.maximum
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def _wanted(option: Option) -> str:
+    if option.kind == "choice":
+        return f"one of {', '.join(option.choices)}"
+    if option.kind == "boolean":
+        return "true or false"
+    kind = "an integer" if option.kind == "integer" else "a number"
+    if option.minimum is None or option.maximum is None:
+        return kind
+    return f"{kind} from {option.minimum} to {option.maximum}"
+
+
+def _shape(error: ValidationError) -> InvalidRequest:
+    """The first thing wrong with the body's shape, unknown fields before wrong types."""
+    problems = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+    problem = problems[0]
+    name = str(problem["loc"][0])
+    if problem["type"] == "extra_forbidden":
+        known = ", ".join(SpeechRequest.model_fields)
+        return InvalidRequest(f"unknown field {name!r}; known fields: {known}", param=name)
+    if problem["type"] == "missing":
+        return InvalidRequest(f"field {name!r} is missing", param=name)
+    return InvalidRequest(
+        f"{name} has the wrong type: {problem['msg']}, got {_json_type(problem['input'])}", param=name
+    )
+
+
+def _json_type(value: Any) -> str:
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
+    return "null" if value is None else names.get(type(value), "an object")

@@ -1,0 +1,116 @@
+"""The HTTP routes of a speech server. The application carries a ``SpeechService`` in ``app.state.pega``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from pega_omni_plugin.api import errors
+from pega_omni_plugin.api.errors import ApiError, BodyTooLarge
+from pega_omni_plugin.api.requests import parse_json
+from pega_omni_plugin.api.speech import CallerGone, SpeechAnswer, SpeechService
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 1 << 20
+
+
+class SpeechResponse(Response):
+    """Reads the body, speaks, and sends audio as it is made; headers leave with the first audio."""
+
+    def __init__(self, service: SpeechService) -> None:
+        self._service = service
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        try:
+            document = parse_json(await _read(receive))
+            async with self._service.answer(document) as answer:
+                gone = asyncio.create_task(_watch(receive, answer))
+                try:
+                    headers = [(b"content-type", answer.media_type.encode())]
+                    started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    async for data in answer.events() if answer.call.sse else answer.audio():
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                finally:
+                    gone.cancel()
+        except CallerGone:
+            logger.info("the caller left before the end")
+        except ApiError as error:
+            if not started:
+                await errors.response(error)(scope, receive, send)
+            elif not answer.call.sse:
+                # The server then breaks the connection: a short file must not look whole.
+                raise
+
+
+def build_router(route_class: type[APIRoute] = APIRoute) -> APIRouter:
+    """The routes, as a router to be included."""
+    router = APIRouter(route_class=route_class)
+
+    @router.post("/v1/audio/speech", response_class=Response)
+    async def speech(request: Request) -> Response:
+        return SpeechResponse(_service(request))
+
+    @router.get("/v1/models")
+    async def models(request: Request) -> Response:
+        entries = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "pega-omni-plugin"}
+            for name in _service(request).served
+        ]
+        return JSONResponse({"object": "list", "data": entries})
+
+    @router.get("/v1/audio/voices")
+    async def voices(request: Request) -> Response:
+        entries = _service(request).engine.info.voices
+        described = [{"id": voice.id, "name": voice.name, "language": voice.language} for voice in entries]
+        return JSONResponse({"voices": described, "voice_names": [voice.id for voice in entries]})
+
+    @router.get("/health")
+    @router.get("/livez")
+    async def health(request: Request) -> Response:
+        dead = _service(request).engine.dead
+        return PlainTextResponse("ok") if dead is None else PlainTextResponse(f"{dead}", status_code=503)
+
+    @router.get("/readyz")
+    async def ready(request: Request) -> Response:
+        service = _service(request)
+        if service.engine.dead is not None:
+            return PlainTextResponse(f"{service.engine.dead}", status_code=503)
+        return PlainTextResponse("ready") if service.ready else PlainTextResponse("starting", status_code=503)
+
+    return router
+
+
+def _service(request: Request) -> SpeechService:
+    service: SpeechService = request.app.state.pega
+    return service
+
+
+async def _read(receive: Receive) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise CallerGone
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body is over {MAX_BODY_BYTES} bytes; send less text")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def _watch(receive: Receive, answer: SpeechAnswer) -> None:
+    message: Any = await receive()
+    while message["type"] != "http.disconnect":
+        message = await receive()
+    answer.abandon()

@@ -1,0 +1,157 @@
+"""One speech request from its body to its last byte, whatever carries it (HTTP here, Dynamo's request plane there)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pybase64
+
+from pega_omni_plugin.api.errors import ApiError, InvalidRequest, ModelNotFound, from_engine
+from pega_omni_plugin.api.metrics import Metrics, Outcome
+from pega_omni_plugin.api.requests import SpeechCall, check_speech
+from pega_omni_plugin.audio.wav import wav_header
+from pega_omni_plugin.engine.errors import EngineBusy, EngineDead, EngineError, EngineTimeout
+from pega_omni_plugin.engine.program import Pcm
+from pega_omni_plugin.engine.stream import SpeechEngine, SpeechStream
+
+
+class CallerGone(Exception):
+    """The caller has left; nobody hears the rest."""
+
+
+class SpeechAnswer:
+    """An accepted request whose first audio is there.
+
+    Iterate over ``audio`` (wav or pcm bytes) or ``events`` (server-sent events). ``abandon`` ends either from outside.
+    """
+
+    def __init__(self, call: SpeechCall, stream: SpeechStream, engine: SpeechEngine, first: Pcm) -> None:
+        self.call = call
+        self.sample_rate = engine.info.sample_rate
+        self.samples = 0
+        self.error: EngineError | None = None
+        self._stream = stream
+        self._first = first
+
+    @property
+    def media_type(self) -> str:
+        """Content type of what is sent."""
+        return "text/event-stream" if self.call.sse else f"audio/{self.call.format}"
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last audio has been taken."""
+        return self._stream.ending is not None
+
+    def abandon(self) -> None:
+        """The caller is gone: the iteration under way raises ``CallerGone``."""
+        self._stream.fail(CallerGone())
+
+    async def audio(self) -> AsyncIterator[bytes]:
+        """The answer's bytes, the header together with the first audio.
+
+        Raises:
+            EngineError: the audio ends here unfinished.
+        """
+        first = self._bytes(self._first)
+        yield wav_header(self.sample_rate) + first if self.call.format == "wav" else first
+        async for pcm in self._stream:
+            yield self._bytes(pcm)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events; a failure is the last event instead of ``speech.audio.done``."""
+        try:
+            async for data in self.audio():
+                yield _event({"type": "speech.audio.delta", "audio": pybase64.b64encode(data).decode()})
+        except EngineError as error:
+            self.error = error
+            yield _event({"type": "speech.audio.error", **from_engine(error).body})
+            return
+        yield _event({"type": "speech.audio.done", "usage": self.usage})
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """What the request took, in the program's input units and frames of audio."""
+        units = len(self.call.speech.input)
+        frames = self._stream.ending.frames if self._stream.ending else 0
+        return {"input_tokens": units, "output_tokens": frames, "total_tokens": units + frames}
+
+    def _bytes(self, pcm: Pcm) -> bytes:
+        self.samples += len(pcm)
+        return pcm.astype("<i2", copy=False).tobytes()
+
+
+class SpeechService:
+    """Speech requests against one engine: validation, metrics and the outcome of each, in one place."""
+
+    def __init__(self, engine: SpeechEngine, served: Collection[str], metrics: Metrics) -> None:
+        self.engine = engine
+        self.served = tuple(served)
+        self.metrics = metrics
+        self.ready = False
+
+    @asynccontextmanager
+    async def answer(self, document: Mapping[str, Any]) -> AsyncIterator[SpeechAnswer]:
+        """Check a request and wait for its first audio; leaving the block aborts what is left.
+
+        Raises:
+            ApiError: the request is wrong or cannot be served now; also for a failure inside the block.
+        """
+        arrived = time.perf_counter()
+        outcome: Outcome = "failed"
+        try:
+            call = check_speech(document, self.engine.info, self.served)
+            async with self.engine.speak(call.speech) as stream:
+                first = await anext(stream, None)
+                if first is None:
+                    raise ApiError("the engine made no audio for this input")
+                self.metrics.first_audio(time.perf_counter() - arrived)
+                answer = SpeechAnswer(call, stream, self.engine, first)
+                try:
+                    yield answer
+                finally:
+                    self.metrics.audio(answer.samples / answer.sample_rate)
+                if answer.error is not None:
+                    raise answer.error
+                outcome = "complete" if answer.complete else "cancelled"
+                if answer.complete:
+                    self.metrics.complete(time.perf_counter() - arrived)
+        except (InvalidRequest, ModelNotFound):
+            outcome = "invalid"
+            raise
+        except EngineError as error:
+            outcome = _outcome(error)
+            raise from_engine(error) from error
+        except (CallerGone, asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
+        finally:
+            self.metrics.ended(outcome)
+
+    async def warm_up(self) -> None:
+        """Speak one short sentence through the engine, then be ready.
+
+        Raises:
+            ApiError: the engine cannot speak.
+        """
+        async with self.answer({"input": "Hello."}) as answer:
+            async for _ in answer.audio():
+                pass
+        self.ready = True
+
+
+def _outcome(error: EngineError) -> Outcome:
+    if isinstance(error, EngineBusy):
+        return "rejected"
+    if isinstance(error, EngineDead):
+        return "engine_dead"
+    return "timed_out" if isinstance(error, EngineTimeout) else "failed"
+
+
+def _event(document: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(document) + b"\n\n"

@@ -1,0 +1,68 @@
+"""Chunk policy: when the audio that a stream has made is sent as a message.
+
+Messages are what the API process pays for, so a stream sends few of them; but never so late that playback runs dry.
+Three rules, all on the stream's own clock:
+
+1. The first message goes when ``first`` frames are made; each further one holds twice as many, up to ``steady``.
+2. Where the model is slow, waiting for that many would stall playback: what is there goes before the listener's buffer
+   is down to ``MARGIN_SECONDS``.
+3. A stream more than ``AHEAD_SECONDS`` ahead of playback sends at most one message per ``REST_SECONDS``, with
+   everything made since in it. One API process then sees two to three messages per second and stream however fast the
+   model is. Nothing is held back at the end: the last message goes at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pega_omni_plugin.engine.config import ChunkProfile
+
+AHEAD_SECONDS = 1.0
+REST_SECONDS = 0.5
+MARGIN_SECONDS = 0.04
+
+
+@dataclass(slots=True)
+class ChunkPolicy:
+    """Decides for one stream. Times are seconds of any steady clock; audio lengths are seconds of playback.
+
+    The caller says what has been made (``made``) and asks ``due``; the answer ``True`` means that everything pending
+    is sent now and ``sent`` is called.
+    """
+
+    profile: ChunkProfile
+    frame_seconds: float
+    target: int = 0
+    sent_seconds: float = 0.0
+    pending_seconds: float = 0.0
+    _first_sent_at: float = 0.0
+    _last_sent_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.target = self.profile.first
+
+    def made(self, seconds: float) -> None:
+        """Count audio that the model has just made."""
+        self.pending_seconds += seconds
+
+    def due(self, now: float, step_seconds: float) -> bool:
+        """Whether to send what is pending, given how long a step takes at present."""
+        if not self.pending_seconds:
+            return False
+        missing = self.target * self.frame_seconds - self.pending_seconds
+        complete = missing < self.frame_seconds / 2
+        if not self.sent_seconds:
+            return complete
+        ahead = self.sent_seconds - (now - self._first_sent_at)
+        if ahead > AHEAD_SECONDS:
+            return now - self._last_sent_at >= REST_SECONDS
+        return complete or ahead - missing / self.frame_seconds * step_seconds < MARGIN_SECONDS
+
+    def sent(self, now: float) -> None:
+        """Everything pending has left."""
+        if not self.sent_seconds:
+            self._first_sent_at = now
+        self.sent_seconds += self.pending_seconds
+        self.pending_seconds = 0.0
+        self._last_sent_at = now
+        self.target = min(self.target * 2, max(self.profile.steady, self.profile.first))

@@ -1,0 +1,110 @@
+"""What vLLM and vLLM-Omni are told about us: architectures, pipelines, stage files, configuration classes, routes.
+
+``register`` is called by both plugin groups in every process that vLLM starts, plain ``vllm serve`` included, so it is
+idempotent and imports nothing heavy that the process has not imported already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ARCHITECTURE = "PegaProgram"
+"""The architecture name that our pipelines carry; it resolves to a class that only carries the name."""
+
+PIPELINES = {"pega_sim": "sim", "pega_piper": "piper"}
+"""Our pipelines (which are also the ``model_type`` of programs without weights) and the program of each."""
+
+_MODELS = Path(__file__).parent / "models"
+
+_done = False
+
+
+def register() -> None:
+    """Register everything, once a process."""
+    global _done
+    if _done:
+        return
+    _done = True
+    _check_command_line()
+    _register_configs()
+    _register_pipelines()
+    if _serves_http():
+        from pega_omni_plugin.api.vllm_routes import install
+
+        install()
+
+
+def program_directory(name: str) -> Path | None:
+    """The model directory of a program without weights (``sim``, ``piper``), or ``None`` for any other name."""
+    folder = _MODELS / name / "checkpoint"
+    return folder if f"pega_{name}" in PIPELINES and folder.is_dir() else None
+
+
+def _register_configs() -> None:
+    from transformers import AutoConfig
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    from pega_omni_plugin.engine.hf_config import CONFIGS
+
+    for kind in CONFIGS:
+        AutoConfig.register(kind.model_type, kind, exist_ok=True)
+        _CONFIG_REGISTRY[kind.model_type] = kind
+
+
+def _register_pipelines() -> None:
+    from vllm import ModelRegistry
+    from vllm_omni.config import register_pipeline
+    from vllm_omni.config.stage_config import PipelineConfig, StageExecutionType, StagePipelineConfig
+    from vllm_omni.model_executor.models import OmniModelRegistry
+
+    from pega_omni_plugin.engine.config import STAGE_CONFIGS
+
+    for registry in (ModelRegistry, OmniModelRegistry):
+        registry.register_model(ARCHITECTURE, "pega_omni_plugin.engine.architecture:PegaProgram")
+    for name, program in PIPELINES.items():
+        stage = StagePipelineConfig(
+            stage_id=0,
+            model_stage=name,
+            execution_type=StageExecutionType.LLM_AR,
+            input_sources=(),
+            owns_tokenizer=True,
+            final_output=True,
+            final_output_type="audio",
+            engine_output_type="audio",
+            scheduler_cls="pega_omni_plugin.engine.scheduler.ProgramScheduler",
+            sampling_constraints={"detokenize": False},
+        )
+        register_pipeline(
+            PipelineConfig(
+                model_type=name,
+                model_arch=ARCHITECTURE,
+                default_deploy_config_name=str(STAGE_CONFIGS / f"{program}.yaml"),
+                stages=(stage,),
+            )
+        )
+
+
+def _serves_http() -> bool:
+    """Whether this process is ``vllm serve``; engine and inspection processes must not import its API server."""
+    return "vllm_omni.entrypoints.cli.serve" in sys.modules or "vllm_omni.entrypoints.cli.main" in sys.modules
+
+
+def _check_command_line() -> None:
+    """Check the stage file that ``vllm serve`` was given before anything starts.
+
+    vLLM-Omni ignores keys it does not know, and would find ours wrong only inside the engine process.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--deploy-config", "--deploy_config", type=Path)
+    known, _ = parser.parse_known_args(sys.argv[1:])
+    if known.deploy_config is None or not known.deploy_config.is_file():
+        return
+    from pega_omni_plugin.engine.config import ConfigError, is_program_file, load_stage_file
+
+    try:
+        if is_program_file(known.deploy_config):
+            load_stage_file(known.deploy_config)
+    except ConfigError as error:
+        sys.exit(f"pega-omni: {error}")
