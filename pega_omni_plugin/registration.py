@@ -7,8 +7,15 @@ idempotent and imports nothing heavy that the process has not imported already.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm_omni.config.stage_config import PipelineConfig
 
 ARCHITECTURE = "PegaProgram"
 """The architecture name that our pipelines carry; it resolves to a class that only carries the name."""
@@ -76,14 +83,25 @@ def _register_pipelines() -> None:
             scheduler_cls="pega_omni_plugin.engine.scheduler.ProgramScheduler",
             sampling_constraints={"detokenize": False},
         )
-        register_pipeline(
-            PipelineConfig(
-                model_type=name,
-                model_arch=ARCHITECTURE,
-                default_deploy_config_name=str(STAGE_CONFIGS / f"{program}.yaml"),
-                stages=(stage,),
-            )
+        pipeline = PipelineConfig(
+            model_type=name,
+            model_arch=ARCHITECTURE,
+            default_deploy_config_name=str(STAGE_CONFIGS / f"{program}.yaml"),
+            stages=(stage,),
         )
+        register_pipeline(partial(_resolve, pipeline), model_type=name)
+
+
+def _resolve(pipeline: PipelineConfig, hf_config: PretrainedConfig | None) -> PipelineConfig:
+    """The pipeline, once it is known to be the one that is served.
+
+    vLLM-Omni's orchestrator polls its engines every millisecond unless it is told that the pipeline can be waited for;
+    it reads that from the environment after it has resolved the pipeline. Waiting saves that millisecond per message.
+    vLLM-Omni also asks every resolver when it searches for a model of another kind, which must not be changed.
+    """
+    if hf_config is not None and hf_config.model_type == pipeline.model_type:
+        os.environ.setdefault("VLLM_OMNI_EVENT_DRIVEN_ORCH", "1")
+    return pipeline
 
 
 def _serves_http() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
@@ -14,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from pega_omni_plugin.api import errors
 from pega_omni_plugin.api.errors import ApiError, BodyTooLarge
 from pega_omni_plugin.api.requests import parse_json
-from pega_omni_plugin.api.speech import CallerGone, SpeechAnswer, SpeechService
+from pega_omni_plugin.api.speech import Caller, CallerGone, SpeechService
 
 logger = logging.getLogger(__name__)
 
@@ -29,28 +28,32 @@ class SpeechResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
+        started = sse = False
+        caller = Caller()
+        watch: asyncio.Task[None] | None = None
         try:
             document = parse_json(await _read(receive))
-            async with self._service.answer(document) as answer:
-                gone = asyncio.create_task(_watch(receive, answer))
-                try:
-                    headers = [(b"content-type", answer.media_type.encode())]
-                    started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    async for data in answer.events() if answer.call.sse else answer.audio():
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
-                finally:
-                    gone.cancel()
+            watch = asyncio.create_task(_watch(receive, caller))
+            async with self._service.answer(document, caller) as answer:
+                headers = [(b"content-type", answer.media_type.encode())]
+                started, sse = True, answer.call.sse
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                async for data in answer.events() if sse else answer.audio():
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         except CallerGone:
             logger.info("the caller left before the end")
         except ApiError as error:
             if not started:
                 await errors.response(error)(scope, receive, send)
-            elif not answer.call.sse:
+            elif sse:  # its last event said so
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            else:
                 # The server then breaks the connection: a short file must not look whole.
                 raise
+        finally:
+            if watch is not None:
+                watch.cancel()
 
 
 def build_router(route_class: type[APIRoute] = APIRoute) -> APIRouter:
@@ -109,8 +112,7 @@ async def _read(receive: Receive) -> bytes:
             return bytes(body)
 
 
-async def _watch(receive: Receive, answer: SpeechAnswer) -> None:
-    message: Any = await receive()
-    while message["type"] != "http.disconnect":
-        message = await receive()
-    answer.abandon()
+async def _watch(receive: Receive, caller: Caller) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    caller.leave()

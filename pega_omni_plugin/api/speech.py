@@ -24,10 +24,30 @@ class CallerGone(Exception):
     """The caller has left; nobody hears the rest."""
 
 
+class Caller:
+    """Who asked. ``leave``, called from outside at any time, makes the request under way raise ``CallerGone``."""
+
+    def __init__(self) -> None:
+        self._gone = False
+        self._stream: SpeechStream | None = None
+
+    def leave(self) -> None:
+        """The caller is gone."""
+        self._gone = True
+        if self._stream is not None:
+            self._stream.fail(CallerGone())
+
+    def listen(self, stream: SpeechStream) -> None:
+        """This stream is what the caller waits for."""
+        self._stream = stream
+        if self._gone:
+            stream.fail(CallerGone())
+
+
 class SpeechAnswer:
     """An accepted request whose first audio is there.
 
-    Iterate over ``audio`` (wav or pcm bytes) or ``events`` (server-sent events). ``abandon`` ends either from outside.
+    Iterate over ``audio`` (wav or pcm bytes) or ``events`` (server-sent events).
     """
 
     def __init__(self, call: SpeechCall, stream: SpeechStream, engine: SpeechEngine, first: Pcm) -> None:
@@ -47,10 +67,6 @@ class SpeechAnswer:
     def complete(self) -> bool:
         """Whether the last audio has been taken."""
         return self._stream.ending is not None
-
-    def abandon(self) -> None:
-        """The caller is gone: the iteration under way raises ``CallerGone``."""
-        self._stream.fail(CallerGone())
 
     async def audio(self) -> AsyncIterator[bytes]:
         """The answer's bytes, the header together with the first audio.
@@ -96,17 +112,19 @@ class SpeechService:
         self.ready = False
 
     @asynccontextmanager
-    async def answer(self, document: Mapping[str, Any]) -> AsyncIterator[SpeechAnswer]:
+    async def answer(self, document: Mapping[str, Any], caller: Caller) -> AsyncIterator[SpeechAnswer]:
         """Check a request and wait for its first audio; leaving the block aborts what is left.
 
         Raises:
             ApiError: the request is wrong or cannot be served now; also for a failure inside the block.
+            CallerGone: the caller left.
         """
         arrived = time.perf_counter()
         outcome: Outcome = "failed"
         try:
             call = check_speech(document, self.engine.info, self.served)
             async with self.engine.speak(call.speech) as stream:
+                caller.listen(stream)
                 first = await anext(stream, None)
                 if first is None:
                     raise ApiError("the engine made no audio for this input")
@@ -139,7 +157,7 @@ class SpeechService:
         Raises:
             ApiError: the engine cannot speak.
         """
-        async with self.answer({"input": "Hello."}) as answer:
+        async with self.answer({"input": "Hello."}, Caller()) as answer:
             async for _ in answer.audio():
                 pass
         self.ready = True

@@ -6,10 +6,6 @@ runs one of our pipelines: requests for any other model reach vLLM-Omni's handle
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import multiprocessing
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,12 +20,7 @@ from pega_omni_plugin.api.metrics import Metrics
 from pega_omni_plugin.api.routes import build_router
 from pega_omni_plugin.api.speech import SpeechService
 from pega_omni_plugin.engine.client import EngineClient, runs_our_program
-from pega_omni_plugin.engine.errors import EngineDead
-
-logger = logging.getLogger(__name__)
-
-GRACE_SECONDS = 3.0
-"""From the engine's death to the server's exit: callers get their errors in it."""
+from pega_omni_plugin.engine.exit import end_process
 
 
 class OurRoute(APIRoute):
@@ -72,16 +63,3 @@ def served_names(app: Any, client: EngineClient) -> list[str]:
     """The names given by ``--served-model-name``; without it the program's own name, then the model's path."""
     names = [entry.name for entry in app.state.openai_serving_models.base_model_paths]
     return names if client.info.model in names else [client.info.model, *names]
-
-
-def end_process(reason: EngineDead) -> None:
-    """End this server with status 1 soon: whoever supervises it starts a new one."""
-    logger.error("%s: this server ends with status 1", reason)
-    asyncio.get_running_loop().call_later(GRACE_SECONDS, _exit)
-
-
-def _exit() -> None:
-    # An orderly shutdown waits for the dead engine for ever.
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(1)

@@ -66,6 +66,8 @@ class EngineClient:
     @classmethod
     async def connect(cls, omni: AsyncOmni) -> Self:
         """Ask the running engine what it serves and begin to watch its processes."""
+        # vLLM-Omni's table of every request costs more than the request; ``stats`` has what matters.
+        omni.log_stats = False
         description = orjson.loads(_unwrap("describe", await omni.collective_rpc("describe", stage_ids=[0])))
         client = cls(omni, description)
         client._watch()
@@ -117,6 +119,11 @@ class EngineClient:
         if self.dead is not None:
             raise self.dead
         raise EngineTimeout(f"the engine did not answer {method!r} within {seconds:g} s")
+
+    async def drained(self, seconds: float) -> bool:
+        """Wait until every request is over; ``False`` when ``seconds`` were not enough."""
+        pumps = set(self._pumps)
+        return not pumps or not (await asyncio.wait(pumps, timeout=seconds))[1]
 
     async def close(self) -> None:
         """Stop watching; the engine itself is ended by who started it."""
@@ -204,3 +211,9 @@ def runs_our_program(omni: AsyncOmni) -> bool:
     """Whether the engine behind a vLLM-Omni client is one of ours."""
     schedulers = [getattr(stage, "scheduler_cls", None) for stage in omni.stage_configs]
     return schedulers == ["pega_omni_plugin.engine.scheduler.ProgramScheduler"]
+
+
+def start_engine(model: str, deploy_config: str | None) -> AsyncOmni:
+    """Start vLLM-Omni with the engine process of ``model``; returns when the program is loaded."""
+    options = {} if deploy_config is None else {"deploy_config": deploy_config}
+    return AsyncOmni(model=model, log_stats=False, **options)

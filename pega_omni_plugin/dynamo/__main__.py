@@ -1,0 +1,61 @@
+"""``python -m pega_omni_plugin.dynamo --model …``: a Dynamo worker."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pega_omni_plugin.engine.config import ConfigError, find_stage_file, is_program_file, load_stage_file
+from pega_omni_plugin.registration import program_directory
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The worker's command line."""
+    parser = argparse.ArgumentParser(prog="python -m pega_omni_plugin.dynamo", description="A Dynamo speech worker.")
+    parser.add_argument("--model", default="piper", help="piper, sim, a checkpoint directory or a Hugging Face name")
+    parser.add_argument("--served-model-name", nargs="+", default=[], help="names to serve under; the first is shown")
+    parser.add_argument(
+        "--stage-configs-path", help="a stage file, or the name of a packaged one (default: the model's own)"
+    )
+    parser.add_argument("--namespace", default="pega", help="Dynamo namespace (default: %(default)s)")
+    parser.add_argument("--component", default="omni", help="Dynamo component (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Check the command line before anything heavy is imported, then serve."""
+    known = parse(sys.argv[1:] if arguments is None else arguments)
+    deploy_config: Path | None = None
+    try:
+        if known.stage_configs_path is not None:
+            deploy_config = find_stage_file(known.stage_configs_path)
+            if is_program_file(deploy_config):
+                load_stage_file(deploy_config)
+    except ConfigError as error:
+        sys.exit(f"pega-omni: {error}")
+
+    import uvloop
+    from dynamo.runtime.logging import configure_dynamo_logging
+
+    from pega_omni_plugin.dynamo.worker import WorkerOptions, serve
+    from pega_omni_plugin.registration import register
+
+    configure_dynamo_logging()
+    register()
+    uvloop.run(
+        serve(
+            WorkerOptions(
+                model=str(program_directory(known.model) or known.model),
+                served=tuple(known.served_model_name),
+                deploy_config=None if deploy_config is None else str(deploy_config),
+                namespace=known.namespace,
+                component=known.component,
+            )
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
