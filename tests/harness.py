@@ -1,13 +1,15 @@
-"""Real servers for tests: started on free ports in a process group of their own, ended by pid, looked over after."""
+"""Real servers for tests: on free ports, ended by pid, and found again by a mark in their environment."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -18,13 +20,18 @@ import yaml
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 STAGE_CONFIGS = ROOT / "stage_configs"
+MARK = "PEGA_TEST_SERVER"
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """A port that nobody listens on now; below 32,768, since Dynamo 1.6.1 takes no other for its status server."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
         return port
 
 
@@ -59,7 +66,7 @@ class Server:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        self._seen: set[int] = set()
+        self._mark = uuid.uuid4().hex
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
@@ -67,7 +74,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=log.parent,
-                env=server_environment(**environment),
+                env=server_environment(**environment, **{MARK: self._mark}),
                 start_new_session=True,
             )
 
@@ -91,38 +98,49 @@ class Server:
             else:
                 if answer.status_code == 200 and containing in answer.text:
                     return self
-            self.family()
             time.sleep(0.2)
         raise AssertionError(f"GET {path} did not answer within {seconds:g} s:\n{self.tail()}")
 
+    def wait_for_line(self, text: str, seconds: float = 180.0) -> Self:
+        """Return once the log has ``text``."""
+        deadline = time.monotonic() + seconds
+        while text not in self.log.read_text(errors="replace"):
+            if self.process.poll() is not None:
+                raise AssertionError(f"ended with {self.process.returncode} before it was ready:\n{self.tail()}")
+            assert time.monotonic() < deadline, f"no {text!r} within {seconds:g} s:\n{self.tail()}"
+            time.sleep(0.2)
+        return self
+
     def family(self) -> list[int]:
-        """Pids of the server's process group that live now; all ever seen are remembered."""
-        alive = _group(self.process.pid)
-        self._seen.update(alive)
-        return alive
+        """Pids of the server and all that it started and that lives, other sessions' included."""
+        return _marked(self._mark)
 
     def engine(self) -> int:
         """Pid of the engine process."""
-        engines = [pid for pid in self.family() if "StageEngineCoreProc" in _command(pid)]
+        engines = self.engines()
         assert len(engines) == 1, f"expected one engine process, found {engines}"
         return engines[0]
+
+    def engines(self) -> list[int]:
+        """Pids of all engine processes."""
+        return [pid for pid in self.family() if "StageEngineCoreProc" in command_of(pid)]
 
     def survivors(self, seconds: float) -> list[str]:
         """What is still there of the process group after at most ``seconds``."""
         deadline = time.monotonic() + seconds
-        while (alive := _group(self.process.pid)) and time.monotonic() < deadline:
+        while (alive := self.family()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return [f"{pid} {_command(pid)}" for pid in alive]
+        return [f"{pid} {command_of(pid)}" for pid in alive]
 
     def stop(self, seconds: float = 60.0) -> int:
-        """SIGTERM, and after ``seconds`` SIGKILL to the group; returns the exit status."""
-        self.family()
+        """SIGTERM, and SIGKILL to all of the family after ``seconds``; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
                 self.process.wait(seconds)
             except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
+                for pid in self.family():
+                    os.kill(pid, signal.SIGKILL)
                 self.process.wait()
                 raise AssertionError(f"did not stop within {seconds:g} s of SIGTERM:\n{self.tail()}") from None
         return self.process.returncode
@@ -139,22 +157,32 @@ def vllm_serve(folder: Path, model: str, *arguments: str, **environment: str) ->
     return Server(command, folder / f"serve-{port}.log", port, **environment).wait_for("/readyz")
 
 
-def _group(leader: int) -> list[int]:
-    """Live members of a process group, zombies left out."""
-    members = []
+def launch(folder: Path, *arguments: str, **environment: str) -> Server:
+    """``launch/agg_omni_audio.sh``: frontend and workers, ready when the script says so."""
+    port = free_port()
+    command = [str(ROOT / "launch" / "agg_omni_audio.sh"), "--port", str(port), *arguments]
+    return Server(command, folder / f"launch-{port}.log", port, **environment).wait_for_line("curl ")
+
+
+def _marked(mark: str) -> list[int]:
+    """Live processes that were started with ``mark`` in their environment."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
+            marked = wanted in (entry / "environ").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if int(fields[2]) == leader and fields[0] != "Z":
-            members.append(int(entry.name))
-    return members
+        if marked and state != "Z":
+            found.append(int(entry.name))
+    return found
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
+    """The command line of a process, or nothing when it is gone."""
     try:
         return (Path("/proc") / str(pid) / "cmdline").read_text().replace("\0", " ").strip()
     except (FileNotFoundError, ProcessLookupError):

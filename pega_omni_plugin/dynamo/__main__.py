@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pega_omni_plugin.engine.config import ConfigError, find_stage_file, is_program_file, load_stage_file
 from pega_omni_plugin.registration import program_directory
+
+LAST_STATUS_PORT = 32_767
+"""Dynamo 1.6.1 reads ``DYN_SYSTEM_PORT`` into a signed 16-bit number."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -28,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Check the command line before anything heavy is imported, then serve."""
     known = parse(sys.argv[1:] if arguments is None else arguments)
     deploy_config: Path | None = None
+    status_port = os.environ.get("DYN_SYSTEM_PORT", "0")
+    if not status_port.isdecimal() or int(status_port) > LAST_STATUS_PORT:
+        sys.exit(f"pega-omni: DYN_SYSTEM_PORT {status_port}: Dynamo takes a number up to {LAST_STATUS_PORT}")
     try:
         if known.stage_configs_path is not None:
             deploy_config = find_stage_file(known.stage_configs_path)

@@ -74,14 +74,8 @@ class SpeechHandler:
 
 async def serve(options: WorkerOptions) -> None:
     """Start the engine, register with Dynamo and serve until a signal ends it."""
-    omni = start_engine(options.model, options.deploy_config)
-    client = await EngineClient.connect(omni)
-    registry = CollectorRegistry()
-    served = options.served or (client.info.model,)
-    service = SpeechService(client, served, Metrics(registry, client, served[0]))
-    await service.warm_up()
-
     loop = asyncio.get_running_loop()
+    # First, so that a wrong DYN_ variable is told before the engine is started.
     runtime = DistributedRuntime(
         loop,
         os.environ.get("DYN_DISCOVERY_BACKEND", "file"),
@@ -89,6 +83,14 @@ async def serve(options: WorkerOptions) -> None:
         event_plane=os.environ.get("DYN_EVENT_PLANE", "zmq"),
     )
     endpoint = runtime.endpoint(f"{options.namespace}.{options.component}.speech")
+
+    omni = start_engine(options.model, options.deploy_config)
+    client = await EngineClient.connect(omni)
+    registry = CollectorRegistry()
+    served = options.served or (client.info.model,)
+    service = SpeechService(client, served, Metrics(registry, client, served[0]))
+    await service.warm_up()
+
     leaving: set[asyncio.Future[Any]] = set()
 
     def engine_died(reason: EngineDead) -> None:

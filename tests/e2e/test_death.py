@@ -76,7 +76,6 @@ async def test_engine_killed_while_a_control_call_runs(tmp_path: Path) -> None:
 
 async def test_api_process_killed(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
-        server.family()
         assert max(await callers_until(server, server.process.pid)) < 3.0
         expect_death(server, time.monotonic())
 
