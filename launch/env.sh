@@ -6,6 +6,7 @@
 # Settings: PEGA_DEVICE=cpu|cuda, PEGA_PYTHON=<interpreter>, PEGA_MIN_FREE_GB=<number>. Package registries, proxies and
 # caches are uv's and pip's own settings.
 
+unset CDPATH # makes cd print
 PEGA_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 PEGA_VENV=$PEGA_ROOT/.venv
 PEGA_UV_MINIMUM=0.5.0
@@ -28,9 +29,10 @@ pega_die() {
 
 # Prints the interpreter to build on. Each candidate is asked itself: version managers leave stand-ins that start nothing.
 pega_python() {
-  local candidate found tried=""
+  local candidate found tried="" candidates=(python3.11 python3.12 python3 python)
+  [[ -z ${PEGA_PYTHON:-} ]] || candidates=("$PEGA_PYTHON")
   local probe='import sys; print(sys.executable if (3, 11) <= sys.version_info < (3, 13) else "", sys.version.split()[0])'
-  for candidate in ${PEGA_PYTHON:-python3.11 python3.12 python3 python}; do
+  for candidate in "${candidates[@]}"; do
     found=$("$candidate" -c "$probe" 2>/dev/null) || continue
     if [[ $found == " "* ]]; then
       tried+=" $candidate is$found;"

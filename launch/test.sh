@@ -4,7 +4,7 @@
 #   launch/test.sh -m slow                   those
 #   launch/test.sh tests/test_doctor.py -x   some
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 pega_setup dev
 cd "$PEGA_ROOT"

@@ -219,7 +219,12 @@ def find_gpus() -> list[Gpu]:
     if answer.returncode != 0:
         return []
     rows = [line.split(", ", 3) for line in answer.stdout.splitlines() if line.strip()]
-    return [Gpu(name, int(free) << 20, int(total) << 20, driver) for free, total, driver, name in rows]
+    return [Gpu(name, _mebibytes(free), _mebibytes(total), driver) for free, total, driver, name in rows]
+
+
+def _mebibytes(field: str) -> int:
+    """Bytes in a field of nvidia-smi; GPUs that share the host's memory report none of their own."""
+    return int(field) << 20 if field.isdecimal() else _available_memory()
 
 
 def _memory(name: str, free: float, need: float) -> Check:

@@ -3,7 +3,7 @@
 #   requirements/compile.sh [--upgrade | --upgrade-package NAME]
 # The lists hold versions and hashes only; where packages come from is the caller's uv setting.
 set -euo pipefail
-source "$(dirname "$0")/../launch/env.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../launch/env.sh"
 cd "$PEGA_ROOT"
 
 python=$(pega_python)

@@ -128,6 +128,9 @@ def test_gpus_are_read_from_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert doctor.find_gpus() == [Gpu("NVIDIA H200", 143000 << 20, 143771 << 20, "580.65.06")]
+    smi.write_text("#!/bin/sh\necho '[N/A], [N/A], 580.95.05, NVIDIA GB10'\n")
+    [shared] = doctor.find_gpus()
+    assert shared.free > doctor.GB
     smi.write_text("#!/bin/sh\necho 'no driver'; exit 9\n")
     assert doctor.find_gpus() == []
 

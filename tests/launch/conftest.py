@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = """
-    awk bash basename cat chmod cp cut date dirname df env flock grep head mkdir mktemp printf rm sed setpriv setsid
-    sha256sum sleep sort tail timeout xargs
+    awk bash basename cat chmod cp cut date dirname df env flock grep head mkdir mktemp printf readlink rm sed
+    setpriv setsid sha256sum sleep sort tail timeout xargs
 """
 
 
@@ -22,7 +20,7 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self.bin = folder / "bin"
-        self.root = folder / "clone"
+        self.root = folder / "a clone"
         self.bin.mkdir()
         for tool in TOOLS.split():
             (self.bin / tool).symlink_to(shutil.which(tool) or pytest.fail(f"{tool} is not installed"))
@@ -62,14 +60,3 @@ class Shell:
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
     return Shell(tmp_path)
-
-
-@pytest.fixture
-def clean_environment() -> Callable[..., dict[str, str]]:
-    """This process's environment without what would steer the launch script."""
-
-    def build(**extra: str) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "PEGA_", "MODEL"))}
-        return kept | extra
-
-    return build

@@ -87,7 +87,7 @@ def test_without_a_recent_uv_a_pinned_one_is_installed(ready: Shell, version: st
     if version is not None:
         ready.command("uv", f"echo uv {version}")
     ready.command("own", 'echo "own $*" >> "$CALLS"')
-    ready.command("maker", "mkdir -p $3/bin; for name in python uv; do cp ${0%/*}/own $3/bin/$name; done")
+    ready.command("maker", 'mkdir -p "$3/bin"; for name in python uv; do cp "${0%/*}/own" "$3/bin/$name"; done')
     assert ready.run("pega_uv maker").stdout == f"{ready.root}/.uv/bin/uv\n"
     [install] = [call for call in ready.noted() if "pip install" in call]
     assert f"--require-hashes -r {ready.root}/requirements/uv.txt" in install
@@ -197,10 +197,9 @@ def test_a_moved_clone_makes_its_environment_anew(ready: Shell) -> None:
     ready.root = ready.root.rename(ready.root.with_name("elsewhere"))
     assert ready.run("pega_setup").returncode == 0
     made = [call for call in ready.noted() if call.startswith("uv venv")]
-    assert [call.rpartition(" ")[2] for call in made] == [
-        str(ready.root.with_name("clone") / ".venv"),
-        f"{ready.root}/.venv",
-    ]
+    assert made[0].endswith(f" {ready.root.with_name('a clone')}/.venv")
+    assert made[1].endswith(f" {ready.root}/.venv")
+    assert len(made) == 2
 
 
 def test_too_little_space_is_refused_with_numbers_before_anything_is_made(ready: Shell) -> None:
