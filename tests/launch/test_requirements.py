@@ -6,6 +6,8 @@ import re
 import tomllib
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from pega_omni_plugin import versions
 from tests.launch.conftest import ROOT
@@ -42,3 +44,21 @@ def test_the_project_asks_for_the_same_versions() -> None:
     for package, pin in versions.PINS.items():
         for build in versions.BUILDS.get(package, (package,)):
             assert f"{build}=={pin}" in asked
+
+
+@pytest.mark.parametrize(
+    ("name", "extras"),
+    [
+        ("cpu", ["cpu", "dynamo", "voice"]),
+        ("cpu-dev", ["cpu", "dynamo", "voice", "dev"]),
+        ("cuda", ["cuda", "dynamo", "voice"]),
+    ],
+)
+def test_a_list_has_been_made_anew_since_the_project_asked_for_more(name: str, extras: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
+    listed = pins(name)
+    for requirement in map(Requirement, asked):
+        pinned = listed.get(canonicalize_name(requirement.name))
+        assert pinned is not None, f"{requirement} is not in {name}.txt: run requirements/compile.sh"
+        assert pinned in requirement.specifier
