@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pega_omni_plugin.registration import program_directory
 
@@ -29,9 +31,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve.add_argument("rest", nargs=argparse.REMAINDER)
     serve.set_defaults(run=_serve)
 
+    for name, module, text in (
+        ("say", "pega_omni_plugin.say", "speak a text into a WAV file"),
+        ("doctor", "pega_omni_plugin.doctor", "check this machine and installation; every failure says its fix"),
+    ):
+        _plug_in(commands, name, module, text)
+    bench = commands.add_parser("bench", help="load generators").add_subparsers(dest="bench", required=True)
+    _plug_in(bench, "speech", "pega_omni_plugin.bench.speech", "load POST /v1/audio/speech and report")
+    tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint with random weights")
+    tiny.add_argument("family", choices=["qwen3-tts"])
+    tiny.add_argument("folder", type=Path)
+    tiny.set_defaults(run=_make_tiny)
+
     known = parser.parse_args(arguments)
     status: int = known.run(known)
     return status
+
+
+def _plug_in(commands: Any, name: str, module: str, text: str) -> None:
+    """Add a sub-command whose module has ``add_arguments`` and ``run``."""
+    loaded = importlib.import_module(module)
+    parser = commands.add_parser(name, help=text, description=text)
+    loaded.add_arguments(parser)
+    parser.set_defaults(run=loaded.run)
+
+
+def _make_tiny(known: argparse.Namespace) -> int:
+    from pega_omni_plugin.models.qwen3_tts.tiny import write
+
+    write(known.folder)
+    print(f"{known.folder}: a tiny Qwen3-TTS checkpoint")
+    return 0
 
 
 def _path(known: argparse.Namespace) -> int:
