@@ -62,7 +62,7 @@ class ProgramWorker(WorkerBase):
             self.program.release(slot)
         failed = self._prefill(plan.admissions) if plan.admissions else {}
         slots = [slot for slot in plan.slots if slot not in failed] if failed else plan.slots
-        outputs = dict(zip(slots, self._step(slots), strict=True)) if slots else {}
+        outputs = self._step(slots) if slots else {}
         return Result(outputs | failed, time.perf_counter() - begun)
 
     def _prefill(self, batch: list[Admission]) -> dict[int, StepOutput]:
@@ -78,14 +78,14 @@ class ProgramWorker(WorkerBase):
             return {batch[0].slot: StepOutput(_NOTHING, error=f"prefill failed: {_reason(error)}")}
         return {}
 
-    def _step(self, slots: list[int]) -> list[StepOutput]:
+    def _step(self, slots: list[int]) -> dict[int, StepOutput]:
         try:
-            return list(self.program.step(slots))
+            return dict(zip(slots, self.program.step(slots), strict=True))
         except UNCONTAINABLE:
             raise
         except Exception as error:
             logger.exception("step failed for slots %s", slots)
-            return [StepOutput(_NOTHING, error=f"step failed: {_reason(error)}")] * len(slots)
+            return dict.fromkeys(slots, StepOutput(_NOTHING, error=f"step failed: {_reason(error)}"))
 
     # Control calls.
 
