@@ -194,25 +194,21 @@ class ProgramScheduler(SchedulerInterface):
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """End requests from outside (aborts): waiting ones leave the queue, running ones free their slot now."""
+        queued = [waiting.request for waiting in self._waiting] + [request for request, _ in self._refused]
         if request_ids is None:
-            names = [*self._running, *(waiting.request.request_id for waiting in self._waiting)]
+            gone = {*self._running, *(request.request_id for request in queued)}
         else:
-            names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+            gone = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         ended: list[Request] = []
-        gone = set(names)
-        for name in names:
-            stream = self._running.get(name)
-            if stream is not None:
-                self._end(stream, finished_status)
-                ended.append(stream.request)
-        kept: deque[_Waiting] = deque()
-        for waiting in self._waiting:
-            if waiting.request.request_id in gone:
-                waiting.request.status = finished_status
-                ended.append(waiting.request)
-            else:
-                kept.append(waiting)
-        self._waiting = kept
+        for stream in [stream for name, stream in self._running.items() if name in gone]:
+            self._end(stream, finished_status)
+            ended.append(stream.request)
+        for request in queued:
+            if request.request_id in gone:
+                request.status = finished_status
+                ended.append(request)
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.request.request_id not in gone)
+        self._refused = [refusal for refusal in self._refused if refusal[0].request_id not in gone]
         self._stats.aborted += len(ended)
         self._count()
         return ended

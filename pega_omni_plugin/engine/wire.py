@@ -10,12 +10,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import orjson
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from pega_omni_plugin.engine.program import FinishReason, ProgramInfo, Speech
 
 KEY = "pega"
 
+
+@dataclass(frozen=True, slots=True)
+class _Envelope:
+    speech: Speech
+    units: int
+
+
+_ENVELOPE = TypeAdapter(_Envelope)
 _INFO = TypeAdapter(ProgramInfo)
 
 
@@ -29,17 +37,19 @@ class Ending:
 
 def encode_speech(speech: Speech, units: int) -> dict[str, Any]:
     """The ``additional_information`` of a speech request that counts ``units`` against the prompt budget."""
-    return {KEY: [orjson.dumps(asdict(speech) | {"units": units}).decode()]}
+    return {KEY: [orjson.dumps(_Envelope(speech, units)).decode()]}
 
 
 def decode_speech(information: Any) -> tuple[Speech, int]:
     """What ``encode_speech`` wrote, on the engine's side. Raises ``ValueError`` for a request that is not ours."""
     entry = information.entries.get(KEY) if information is not None else None
-    if entry is None:
-        raise ValueError("the request was not made by this package's API; send speech requests to /v1/audio/speech")
-    fields = orjson.loads(entry.list_data[0])
-    units = fields.pop("units")
-    return Speech(**fields), units
+    try:
+        envelope = _ENVELOPE.validate_json(entry.list_data[0] if entry is not None and entry.list_data else b"")
+    except ValidationError as error:
+        raise ValueError(
+            "the request was not made by this package's API; send speech requests to /v1/audio/speech"
+        ) from error
+    return envelope.speech, envelope.units
 
 
 def encode_ending(ending: Ending) -> str:
