@@ -72,6 +72,7 @@ elif [[ -d $model ]]; then
   served=$(basename "$(cd "$model" && pwd)")
 elif [[ $model =~ ^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+$ ]]; then
   served=$model
+  pega_say "there is no directory $model; taking it for a name on the Hugging Face hub"
 else
   pega_die "--model $model: no such directory. Fix: name a checkpoint directory, a model on the Hugging Face hub as" \
     "owner/name, or one of: ${programs[*]}."
@@ -107,10 +108,11 @@ if [[ $discovery == file && -z ${DYN_FILE_KV:-} ]]; then
 fi
 [[ -t 2 ]] || export DYN_SDK_DISABLE_ANSI_LOGGING=${DYN_SDK_DISABLE_ANSI_LOGGING:-1}
 
-# The frontend logs every answer, the polling below included.
-pega_start frontend env DYN_LOG="${DYN_LOG:-info,dynamo_llm::http::service::service_v2=warn}" "$python" -m dynamo.frontend --http-host "$host" --http-port "$port" \
-  --discovery-backend "$discovery" --request-plane "$DYN_REQUEST_PLANE" --router-mode least-loaded \
-  --frontend-route-extension pega_omni_plugin.dynamo.nodelay:provider
+# By default the frontend logs every answer, the polling below included.
+frontend_log=${DYN_LOG:-info,dynamo_llm::http::service::service_v2=warn}
+pega_start frontend env DYN_LOG="$frontend_log" "$python" -m dynamo.frontend \
+  --http-host "$host" --http-port "$port" --discovery-backend "$discovery" --request-plane "$DYN_REQUEST_PLANE" \
+  --router-mode least-loaded --frontend-route-extension pega_omni_plugin.dynamo.nodelay:provider
 
 [[ -z $stage_file ]] || worker_arguments=(--stage-configs-path "$stage_file" "${worker_arguments[@]}")
 system_port=${DYN_SYSTEM_PORT:-}
