@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import httpx
 import yaml
@@ -67,6 +67,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._mark = uuid.uuid4().hex
+        self._sessions: set[int] = set()
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
@@ -96,6 +97,7 @@ class Server:
             except httpx.TransportError:
                 pass
             else:
+                self.family()
                 if answer.status_code == 200 and containing in answer.text:
                     return self
             time.sleep(0.2)
@@ -109,11 +111,18 @@ class Server:
                 raise AssertionError(f"ended with {self.process.returncode} before it was ready:\n{self.tail()}")
             assert time.monotonic() < deadline, f"no {text!r} within {seconds:g} s:\n{self.tail()}"
             time.sleep(0.2)
+        self.family()
         return self
 
     def family(self) -> list[int]:
-        """Pids of the server and all that it started and that lives, other sessions' included."""
-        return _marked(self._mark)
+        """Pids of the server and all that it started and that lives.
+
+        A mark in the environment finds those in other sessions; the sessions ever seen find those that have written
+        their title over their environment, as vLLM's engines do.
+        """
+        alive = _processes(self._mark)
+        self._sessions.update(process.session for process in alive if process.marked)
+        return [process.pid for process in alive if process.marked or process.session in self._sessions]
 
     def engine(self) -> int:
         """Pid of the engine process."""
@@ -164,20 +173,26 @@ def launch(folder: Path, *arguments: str, **environment: str) -> Server:
     return Server(command, folder / f"launch-{port}.log", port, **environment).wait_for_line("curl ")
 
 
-def _marked(mark: str) -> list[int]:
-    """Live processes that were started with ``mark`` in their environment."""
+class _Process(NamedTuple):
+    pid: int
+    session: int
+    marked: bool
+
+
+def _processes(mark: str) -> list[_Process]:
+    """All live processes, and which of them have ``mark`` in their environment."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
             marked = wanted in (entry / "environ").read_bytes().split(b"\0")
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if marked and state != "Z":
-            found.append(int(entry.name))
+        if fields[0] != "Z":
+            found.append(_Process(int(entry.name), int(fields[3]), marked))
     return found
 
 
