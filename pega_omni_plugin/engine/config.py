@@ -103,6 +103,12 @@ class EngineConfig(BaseModel):
         return self.chunks or PROFILES[self.profile]
 
 
+_NESTED_KEYS: Mapping[int | str, Collection[str]] = {
+    "chunks": ChunkProfile.model_fields,
+    "parts": [field.name for field in dataclasses.fields(PartConfig)],
+}
+
+
 def parse_engine(section: Mapping[str, Any], where: str) -> EngineConfig:
     """Check our part of a stage, the program's own options included.
 
@@ -155,10 +161,7 @@ def load_stage_file(path: Path) -> EngineConfig:
 
 def is_program_file(path: Path) -> bool:
     """Whether a deploy YAML selects one of our pipelines (others are vLLM-Omni's to check)."""
-    try:
-        document = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
+    document = _load(path)
     return isinstance(document, dict) and str(document.get("pipeline", "")).startswith("pega_")
 
 
@@ -178,13 +181,20 @@ def find_stage_file(name: str) -> Path:
     raise ConfigError(f"stage file {name!r}: no such file, and no packaged one of that name (there are: {known})")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> Any:
     try:
-        document = yaml.safe_load(path.read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file") from error
-    except yaml.YAMLError as error:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from error
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file at ``path``, which those in ``above`` name as their base, on top of its own base."""
+    if path in above:
+        raise ConfigError(f"{path}: base_config leads back to this file")
+    document = _load(path)
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a mapping at the top, got {type(document).__name__}")
     _known(document, _DEPLOY_KEYS, str(path))
@@ -193,14 +203,17 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: stages: expected a list of mappings")
     for index, stage in enumerate(stages):
         _known(stage, _STAGE_KEYS, f"{path}: stages[{index}]")
+        if not isinstance(stage.get("stage_id"), int):
+            raise ConfigError(f"{path}: stages[{index}].stage_id: expected a number, got {stage.get('stage_id')!r}")
     base = document.pop("base_config", None)
     if base is None:
         return document | {"stages": stages}
-    below = _read(path.parent / base)
-    merged = {stage.get("stage_id"): stage for stage in below["stages"]}
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base_config: expected the name of a file, got {base!r}")
+    below = _read((path.parent / base).resolve(), (*above, path.resolve()))
+    merged = {stage["stage_id"]: stage for stage in below["stages"]}
     for stage in stages:
-        number = stage.get("stage_id")
-        merged[number] = merged.get(number, {}) | stage
+        merged[stage["stage_id"]] = merged.get(stage["stage_id"], {}) | stage
     return below | document | {"stages": list(merged.values())}
 
 
@@ -214,8 +227,9 @@ def _reasons(error: ValidationError, fields: Collection[str]) -> str:
     parts = []
     for item in error.errors():
         key = ".".join(str(step) for step in item["loc"]) or "value"
-        if item["type"] == "extra_forbidden":
-            parts.append(f"unknown key {key!r}; known: {', '.join(sorted(fields))}")
+        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            known = _NESTED_KEYS.get(item["loc"][0], fields) if len(item["loc"]) > 1 else fields
+            parts.append(f"unknown key {key!r}; known: {', '.join(sorted(known))}")
         else:
             parts.append(f"{key}: {item['msg']} (got {item['input']!r})")
     return "; ".join(parts)

@@ -49,20 +49,28 @@ class SimOptions:
     prefill_per_char_us: float = 0.0
 
     def __post_init__(self) -> None:
-        samples = Fraction(self.sample_rate) / Fraction(self.frame_rate).limit_denominator(1000)
-        if samples.denominator != 1 or samples < 1:
+        for name, least in (
+            ("frame_rate", 0.001),
+            ("step_base_us", 0),
+            ("step_per_row_us", 0),
+            ("prefill_per_char_us", 0),
+        ):
+            if not least <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number from {least}, got {getattr(self, name)}")
+        for name in ("sample_rate", "frames_per_char", "max_frames", "max_input_chars"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
+        if self._frame.denominator != 1:
             raise ValueError(f"sample_rate {self.sample_rate} / frame_rate {self.frame_rate} is no whole frame")
-        for name in ("frames_per_char", "max_frames", "max_input_chars"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("step_base_us", "step_per_row_us", "prefill_per_char_us"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be below 0, got {getattr(self, name)}")
+
+    @property
+    def _frame(self) -> Fraction:
+        return self.sample_rate / Fraction(self.frame_rate).limit_denominator(1000)
 
     @property
     def frame_samples(self) -> int:
         """Samples in one frame."""
-        return int(Fraction(self.sample_rate) / Fraction(self.frame_rate).limit_denominator(1000))
+        return int(self._frame)
 
 
 def tone_frames(sample_rate: int, frame_samples: int) -> list[Pcm]:
