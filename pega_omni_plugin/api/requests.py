@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ EXTENSIONS = ("language", "seed", "task_type", "cfg_scale", "ref_audio", "ref_te
 """Top-level fields of other speech servers, taken as the ``extra`` key of the same name."""
 
 _VOICES_SHOWN = 12
+
+# Messages repeat what was sent in brief: it may be a megabyte, or nested deeper than repr can follow.
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = 100
+_BRIEF.maxlevel = 2
 
 
 class VoiceReference(BaseModel):
@@ -46,7 +52,7 @@ class SpeechRequest(BaseModel):
     stream_format: StrictStr | None = Field(None, description="audio (default) or sse")
     stream: StrictBool | None = Field(None, description="Accepted; every response streams")
     speed: StrictFloat | StrictInt | None = Field(None, description="1.0 is the voice's own pace")
-    extra: dict[str, Any] = Field(default_factory=dict, description="Options that the model declares")
+    extra: dict[str, Any] | None = Field(None, description="Options that the model declares")
     language: StrictStr | None = None
     seed: StrictInt | None = None
     task_type: StrictStr | None = None
@@ -91,20 +97,26 @@ def check_speech(document: Mapping[str, Any], info: ProgramInfo, served: Collect
     try:
         request = SpeechRequest.model_validate(document)
     except ValidationError as error:
-        raise _shape(error) from error
+        raise _shape(error, document) from error
     if request.model is not None and request.model not in served:
         raise ModelNotFound(
-            f"model {request.model!r} is not served here; served: {', '.join(sorted(served))}",
+            f"model {_BRIEF.repr(request.model)} is not served here; served: {', '.join(sorted(served))}",
             param="model",
             code="model_not_found",
         )
     response_format = request.response_format or "wav"
     if response_format not in ("wav", "pcm"):
-        raise InvalidRequest(f"response_format {response_format!r} is not one of wav, pcm", param="response_format")
+        raise InvalidRequest(
+            f"response_format {_BRIEF.repr(response_format)} is not one of wav, pcm", param="response_format"
+        )
     stream_format = request.stream_format or "audio"
     if stream_format not in ("audio", "sse"):
-        raise InvalidRequest(f"stream_format {stream_format!r} is not one of audio, sse", param="stream_format")
-    _check_input(request.input, info)
+        raise InvalidRequest(
+            f"stream_format {_BRIEF.repr(stream_format)} is not one of audio, sse", param="stream_format"
+        )
+    if not request.input.strip():
+        raise InvalidRequest("input is empty; send the text to speak", param="input")
+    _check_text("input", request.input, info)
     speech = Speech(
         input=request.input,
         voice=_voice(request.voice, info),
@@ -115,15 +127,13 @@ def check_speech(document: Mapping[str, Any], info: ProgramInfo, served: Collect
     return SpeechCall(speech, response_format, stream_format == "sse")  # type: ignore[arg-type]
 
 
-def _check_input(text: str, info: ProgramInfo) -> None:
-    if not text.strip():
-        raise InvalidRequest("input is empty; send the text to speak", param="input")
+def _check_text(field: str, text: str, info: ProgramInfo) -> None:
     if len(text) > info.max_input_chars:
         raise InvalidRequest(
-            f"input has {len(text)} characters, at most {info.max_input_chars} are allowed", param="input"
+            f"{field}: {len(text)} characters, at most {info.max_input_chars} are allowed", param=field
         )
     if "\0" in text:
-        raise InvalidRequest(f"input has a NUL character at position {text.index(chr(0))}; remove it", param="input")
+        raise InvalidRequest(f"{field} has a NUL character at position {text.index(chr(0))}; remove it", param=field)
 
 
 def _voice(voice: str | VoiceReference | None, info: ProgramInfo) -> str:
@@ -133,7 +143,9 @@ def _voice(voice: str | VoiceReference | None, info: ProgramInfo) -> str:
     known = [entry.id for entry in info.voices]
     if name not in known:
         shown = ", ".join(known[:_VOICES_SHOWN]) + (", …" if len(known) > _VOICES_SHOWN else "")
-        raise InvalidRequest(f"voice {name!r} is unknown; GET /v1/audio/voices lists all: {shown}", param="voice")
+        raise InvalidRequest(
+            f"voice {_BRIEF.repr(name)} is unknown; GET /v1/audio/voices lists all: {shown}", param="voice"
+        )
     return name
 
 
@@ -143,14 +155,10 @@ def _instructions(request: SpeechRequest, info: ProgramInfo) -> str | None:
     text = request.instructions or request.instruct
     if not text:
         return None
+    field = "instructions" if request.instructions else "instruct"
     if not info.instructions:
-        param = "instructions" if request.instructions else "instruct"
-        raise InvalidRequest(f"model {info.model} does not follow {param}; leave the field out", param=param)
-    if len(text) > info.max_input_chars:
-        raise InvalidRequest(
-            f"instructions have {len(text)} characters, at most {info.max_input_chars} are allowed",
-            param="instructions",
-        )
+        raise InvalidRequest(f"model {info.model} does not follow {field}; leave the field out", param=field)
+    _check_text(field, text, info)
     return text
 
 
@@ -164,7 +172,8 @@ def _speed(speed: float | None, info: ProgramInfo) -> float:
 
 
 def _extra(request: SpeechRequest, info: ProgramInfo) -> dict[str, Any]:
-    extra = dict(request.extra)
+    extra = dict(request.extra or {})
+    fields = dict.fromkeys(extra, "extra")
     for name in EXTENSIONS:
         value = getattr(request, name)
         if value is None:
@@ -172,20 +181,20 @@ def _extra(request: SpeechRequest, info: ProgramInfo) -> dict[str, Any]:
         if name in extra:
             raise InvalidRequest(f"{name} stands both in the body and in extra; send one of them", param=name)
         extra[name] = value
+        fields[name] = name
     options = {"seed": SEED} | dict(info.options)
     for key in sorted(extra):
-        option = options.get(key)
+        option, field = options.get(key), fields[key]
+        where = "extra: " if field == "extra" else ""
         if option is None:
             known = ", ".join(sorted(options))
-            raise InvalidRequest(f"extra: model {info.model} has no option {key!r}; it has: {known}", param="extra")
-        _check_option(key, extra[key], option)
+            raise InvalidRequest(
+                f"{where}model {info.model} has no option {_BRIEF.repr(key)}; it has: {known}", param=field
+            )
+        if not _accepts(option, extra[key]):
+            raise InvalidRequest(f"{where}{key} must be {_wanted(option)}, got {_BRIEF.repr(extra[key])}", param=field)
     seed = extra.pop("seed", None)
     return {"extra": extra, "seed": secrets.randbits(63) if seed is None else seed}
-
-
-def _check_option(key: str, value: Any, option: Option) -> None:
-    if not _accepts(option, value):
-        raise InvalidRequest(f"extra: {key} must be {_wanted(option)}, got {value!r}", param="extra")
 
 
 def _accepts(option: Option, value: Any) -> bool:
@@ -211,19 +220,18 @@ def _wanted(option: Option) -> str:
     return f"{kind} from {option.minimum} to {option.maximum}"
 
 
-def _shape(error: ValidationError) -> InvalidRequest:
+def _shape(error: ValidationError, document: Mapping[str, Any]) -> InvalidRequest:
     """The first thing wrong with the body's shape, unknown fields before wrong types."""
     problems = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
     problem = problems[0]
     name = str(problem["loc"][0])
     if problem["type"] == "extra_forbidden":
         known = ", ".join(SpeechRequest.model_fields)
-        return InvalidRequest(f"unknown field {name!r}; known fields: {known}", param=name)
+        return InvalidRequest(f"unknown field {_BRIEF.repr(name)}; known fields: {known}", param=name)
     if problem["type"] == "missing":
         return InvalidRequest(f"field {name!r} is missing", param=name)
-    return InvalidRequest(
-        f"{name} has the wrong type: {problem['msg']}, got {_json_type(problem['input'])}", param=name
-    )
+    wanted = "Input should be a string, or an object whose id is one" if name == "voice" else problem["msg"]
+    return InvalidRequest(f"{name} has the wrong type: {wanted}, got {_json_type(document[name])}", param=name)
 
 
 def _json_type(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
@@ -32,7 +33,7 @@ class SpeechResponse(Response):
         caller = Caller()
         watch: asyncio.Task[None] | None = None
         try:
-            document = parse_json(await _read(receive))
+            document = await self._document(receive)
             watch = asyncio.create_task(_watch(receive, caller))
             async with self._service.answer(document, caller) as answer:
                 headers = [(b"content-type", answer.media_type.encode())]
@@ -54,6 +55,13 @@ class SpeechResponse(Response):
         finally:
             if watch is not None:
                 watch.cancel()
+
+    async def _document(self, receive: Receive) -> dict[str, Any]:
+        try:
+            return parse_json(await _read(receive))
+        except ApiError:
+            self._service.metrics.ended("invalid")
+            raise
 
 
 def build_router(route_class: type[APIRoute] = APIRoute) -> APIRouter:
