@@ -8,12 +8,14 @@ Three rules, all on the stream's own clock:
    is down to ``MARGIN_SECONDS``.
 3. A stream more than ``AHEAD_SECONDS`` ahead of playback sends at most one message per ``REST_SECONDS``, with
    everything made since in it. One API process then sees two to three messages per second and stream however fast the
-   model is. Nothing is held back at the end: the last message goes at once.
+   model is. These messages are long and can wait, so the engine sends at most one of them in a step. Nothing is held
+   back at the end: the last message goes at once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from pega_omni_plugin.engine.config import ChunkProfile
 
@@ -22,12 +24,19 @@ REST_SECONDS = 0.5
 MARGIN_SECONDS = 0.04
 
 
+class Due(IntEnum):
+    """Whether a stream's pending audio is sent: not yet, when there is nothing more urgent, or with this step."""
+
+    NO = 0
+    SOON = 1
+    NOW = 2
+
+
 @dataclass(slots=True)
 class ChunkPolicy:
     """Decides for one stream. Times are seconds of any steady clock; audio lengths are seconds of playback.
 
-    The caller says what has been made (``made``) and asks ``due``; the answer ``True`` means that everything pending
-    is sent now and ``sent`` is called.
+    The caller says what has been made (``made``), asks ``due``, and calls ``sent`` when it has sent everything pending.
     """
 
     profile: ChunkProfile
@@ -45,18 +54,19 @@ class ChunkPolicy:
         """Count audio that the model has just made."""
         self.pending_seconds += seconds
 
-    def due(self, now: float, step_seconds: float) -> bool:
+    def due(self, now: float, step_seconds: float) -> Due:
         """Whether to send what is pending, given how long a step takes at present."""
         if not self.pending_seconds:
-            return False
+            return Due.NO
         missing = self.target * self.frame_seconds - self.pending_seconds
         complete = missing < self.frame_seconds / 2
         if not self.sent_seconds:
-            return complete
+            return Due.NOW if complete else Due.NO
         ahead = self.sent_seconds - (now - self._first_sent_at)
         if ahead > AHEAD_SECONDS:
-            return now - self._last_sent_at >= REST_SECONDS
-        return complete or ahead - missing / self.frame_seconds * step_seconds < MARGIN_SECONDS
+            return Due.SOON if now - self._last_sent_at >= REST_SECONDS else Due.NO
+        dry = ahead - missing / self.frame_seconds * step_seconds < MARGIN_SECONDS
+        return Due.NOW if complete or dry else Due.NO
 
     def sent(self, now: float) -> None:
         """Everything pending has left."""

@@ -22,7 +22,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.request import Request, RequestStatus
 from vllm_omni.engine import OmniEngineCoreOutput, OmniEngineCoreOutputs
 
-from pega_omni_plugin.engine.chunks import ChunkPolicy
+from pega_omni_plugin.engine.chunks import ChunkPolicy, Due
 from pega_omni_plugin.engine.config import parse_engine
 from pega_omni_plugin.engine.program import Admission, Pcm, Speech, StepOutput
 from pega_omni_plugin.engine.shared import PROCESS, Plan, Result
@@ -69,6 +69,7 @@ class ProgramScheduler(SchedulerInterface):
         self._releases: list[int] = []
         self._pause = PauseState.UNPAUSED
         self._step_seconds = 0.0
+        self._long_sent = False
         # Read by vLLM's engine core.
         self.connector = None
         self.ec_connector = None
@@ -103,6 +104,7 @@ class ProgramScheduler(SchedulerInterface):
         for request, reason in self._refused:
             messages.setdefault(request.client_index, []).append(_failure(request, reason))
         self._refused.clear()
+        self._long_sent = False
         for slot, output in result.outputs.items():
             stream = self._by_slot.get(slot)
             if stream is None:  # aborted while the step ran
@@ -157,8 +159,10 @@ class ProgramScheduler(SchedulerInterface):
                 stop_reason=encode_ending(Ending(output.finish, frames)),
                 multimodal_output=_audio(stream.pending),
             )
-        if not stream.policy.due(now, self._step_seconds):
+        due = stream.policy.due(now, self._step_seconds)
+        if due is Due.NO or (due is Due.SOON and self._long_sent):
             return None
+        self._long_sent = self._long_sent or due is Due.SOON
         message = OmniEngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=[_PLACEHOLDER_TOKEN],
