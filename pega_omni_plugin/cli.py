@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pega_omni_plugin.engine.config import ConfigError, find_stage_file, is_program_file, load_stage_file
 from pega_omni_plugin.registration import program_directory
 
 SERVED_NAMES = {"sim": "pega-omni-sim", "piper": "pega-omni-joe"}
@@ -75,6 +76,11 @@ def _serve(known: argparse.Namespace) -> int:
         print("usage: pega-omni serve MODEL [any option of vllm serve]; MODEL: piper, sim, a directory or a name")
         return 0 if rest in (["-h"], ["--help"]) else 2
     model, *options = rest
+    try:
+        options = _stage_file(options)
+    except ConfigError as error:
+        print(f"pega-omni: {error}", file=sys.stderr)
+        return 1
     command = ["vllm", "serve", str(program_directory(model) or model), "--omni", "--disable-uvicorn-access-log"]
     if program_directory(model) is not None and "--served-model-name" not in options:
         command += ["--served-model-name", SERVED_NAMES[model]]
@@ -84,6 +90,19 @@ def _serve(known: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.execv(executable, [*command, *options])
+
+
+def _stage_file(options: list[str]) -> list[str]:
+    """The launch scripts' ``--stage-configs-path FILE|NAME`` as what ``vllm serve`` calls ``--deploy-config``."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--stage-configs-path")
+    known, rest = parser.parse_known_args(options)
+    if known.stage_configs_path is None:
+        return rest
+    path = find_stage_file(known.stage_configs_path)
+    if is_program_file(path):
+        load_stage_file(path)
+    return [*rest, "--deploy-config", str(path)]
 
 
 if __name__ == "__main__":
