@@ -291,11 +291,10 @@ async def test_a_server_that_stops_cancels_its_requests(service: SpeechService, 
     assert outcomes(service) == {"cancelled": 1}
 
 
-async def test_no_task_is_left_behind(http: httpx.AsyncClient, engine: FakeEngine) -> None:
-    for body in ({"input": "Hello."}, {"input": ""}):
-        await http.post(SPEECH, json=body)
-    engine.script = [pcm(1), RequestFailed("bad")]
-    await http.post(SPEECH, json={"input": "Hello.", "stream_format": "sse"})
+@pytest.mark.parametrize("body", [b'{"input": "Hello."}', b'{"input": "Hello.", "stream_format": "sse"}', b"{}"])
+async def test_nothing_waits_for_a_caller_who_has_the_answer_and_stays(service: SpeechService, body: bytes) -> None:
+    connection = Connection(application(service), body)
+    await connection.run()
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -1,9 +1,9 @@
 """The chunk policy against a simulated clock.
 
 The bound under which the policy itself never lets playback run dry: no step takes longer than ``MARGIN_SECONDS`` more
-than the step time that ``due`` was last told, nor longer than ``AHEAD_SECONDS``. For when ``due`` says no, either more
-than ``AHEAD_SECONDS`` are in the listener's buffer, or at least the margin and the time of the (whole, so at least one)
-frames that are missing; both outlast the step to the next answer.
+than the step time that ``due`` was last told, nor longer than ``AHEAD_SECONDS``. For when ``due`` says no, or soon, the
+listener's buffer holds more than ``AHEAD_SECONDS``, or at least the margin and the time of the frames that are missing
+(whole ones, so at least one); both outlast the step to the next answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pega_omni_plugin.engine.chunks import AHEAD_SECONDS, MARGIN_SECONDS, REST_SECONDS, ChunkPolicy
+from pega_omni_plugin.engine.chunks import AHEAD_SECONDS, MARGIN_SECONDS, REST_SECONDS, ChunkPolicy, Due
 from pega_omni_plugin.engine.config import PROFILES, ChunkProfile
 
 FRAME = 0.08
@@ -36,8 +36,13 @@ class Message:
     last: bool
 
 
-def play(policy: ChunkPolicy, steps: list[float], estimates: list[float]) -> list[Message]:
-    """A stream of one frame a step: step ``i`` takes ``steps[i]``, and then ``estimates[i]`` is said to be its time."""
+def play(
+    policy: ChunkPolicy, steps: list[float], estimates: list[float], busy: frozenset[int] = frozenset()
+) -> list[Message]:
+    """A stream of one frame a step: step ``i`` takes ``steps[i]``, and then ``estimates[i]`` is said to be its time.
+
+    In the steps of ``busy`` the scheduler has another stream's message to send and leaves one that is due soon.
+    """
     now = 100.0
     messages: list[Message] = []
     begin = 0
@@ -45,7 +50,8 @@ def play(policy: ChunkPolicy, steps: list[float], estimates: list[float]) -> lis
         now += step
         policy.made(policy.frame_seconds)
         last = made == len(steps)
-        if last or policy.due(now, estimate):
+        due = policy.due(now, estimate)
+        if last or due is Due.NOW or (due is Due.SOON and made not in busy):
             policy.sent(now)
             messages.append(Message(now, range(begin, made), last))
             begin = made
@@ -83,25 +89,26 @@ def stalled(messages: list[Message]) -> float:
 
 
 any_steps = st.lists(st.floats(0, 0.3), min_size=1, max_size=80)
+any_busy = st.frozensets(st.integers(1, 120))
 
 
-@given(profile=profiles, steps=any_steps, wrong=st.floats(0, 0.5))
+@given(profile=profiles, steps=any_steps, wrong=st.floats(0, 0.5), busy=any_busy)
 def test_every_frame_leaves_once_in_order_and_the_first_message_has_exactly_its_frames(
-    profile: ChunkProfile, steps: list[float], wrong: float
+    profile: ChunkProfile, steps: list[float], wrong: float, busy: frozenset[int]
 ) -> None:
     policy = ChunkPolicy(profile, FRAME)
-    messages = play(policy, steps, [wrong] * len(steps))
+    messages = play(policy, steps, [wrong] * len(steps), busy)
     assert [frame for message in messages for frame in message.frames] == list(range(len(steps)))
     assert len(messages[0].frames) == min(profile.first, len(steps))
     assert policy.pending_seconds == 0
     assert policy.sent_seconds == pytest.approx(len(steps) * FRAME)
 
 
-@given(profile=profiles, steps=any_steps, wrong=st.floats(0, 0.5))
+@given(profile=profiles, steps=any_steps, wrong=st.floats(0, 0.5), busy=any_busy)
 def test_messages_follow_the_ramp_unless_playback_is_near_its_end_or_far_ahead(
-    profile: ChunkProfile, steps: list[float], wrong: float
+    profile: ChunkProfile, steps: list[float], wrong: float, busy: frozenset[int]
 ) -> None:
-    messages = play(ChunkPolicy(profile, FRAME), steps, [wrong] * len(steps))
+    messages = play(ChunkPolicy(profile, FRAME), steps, [wrong] * len(steps), busy)
     for index, (message, target) in enumerate(zip(messages, targets(profile), strict=False)):
         if index == 0 or message.last:
             continue
@@ -113,45 +120,53 @@ def test_messages_follow_the_ramp_unless_playback_is_near_its_end_or_far_ahead(
             assert after_previous > AHEAD_SECONDS - TINY
 
 
-@given(profile=profiles, steps=any_steps, wrong=st.floats(0, 0.5))
+@given(profile=profiles, steps=any_steps, wrong=st.floats(0, 0.5), busy=any_busy)
 def test_far_ahead_of_playback_there_is_at_most_one_message_per_rest(
-    profile: ChunkProfile, steps: list[float], wrong: float
+    profile: ChunkProfile, steps: list[float], wrong: float, busy: frozenset[int]
 ) -> None:
-    messages = play(ChunkPolicy(profile, FRAME), steps, [wrong] * len(steps))
+    messages = play(ChunkPolicy(profile, FRAME), steps, [wrong] * len(steps), busy)
     for index, (before, message) in enumerate(pairwise(messages), 1):
         if not message.last and ahead_before(messages, index) > AHEAD_SECONDS + TINY:
             assert message.at - before.at >= REST_SECONDS - TINY
 
 
-@given(profile=profiles, steps=st.lists(st.floats(0, MARGIN_SECONDS), min_size=1, max_size=120), wrong=st.floats(0, 1))
+@given(
+    profile=profiles,
+    steps=st.lists(st.floats(0, MARGIN_SECONDS), min_size=1, max_size=120),
+    wrong=st.floats(0, 1),
+    busy=any_busy,
+)
 def test_a_model_twice_as_fast_as_speech_never_stalls_whatever_the_estimate(
-    profile: ChunkProfile, steps: list[float], wrong: float
+    profile: ChunkProfile, steps: list[float], wrong: float, busy: frozenset[int]
 ) -> None:
     """Steps within the margin need no estimate at all, and half a frame a step is fast enough."""
-    assert stalled(play(ChunkPolicy(profile, FRAME), steps, [wrong] * len(steps))) <= TINY
+    assert stalled(play(ChunkPolicy(profile, FRAME), steps, [wrong] * len(steps), busy)) <= TINY
 
 
-@given(profile=profiles, step=st.floats(0, FRAME), count=st.integers(1, 120))
-def test_a_steady_model_as_fast_as_speech_never_stalls(profile: ChunkProfile, step: float, count: int) -> None:
+@given(profile=profiles, step=st.floats(0, FRAME), count=st.integers(1, 120), busy=any_busy)
+def test_a_steady_model_as_fast_as_speech_never_stalls(
+    profile: ChunkProfile, step: float, count: int, busy: frozenset[int]
+) -> None:
     steps = [step] * count
-    assert stalled(play(ChunkPolicy(profile, FRAME), steps, averages(steps, step))) <= 1e-6
+    assert stalled(play(ChunkPolicy(profile, FRAME), steps, averages(steps, step), busy)) <= 1e-6
 
 
 @given(
     profile=profiles,
-    start=st.floats(0, 0.5),
-    jitter=st.lists(st.floats(0, 1), min_size=1, max_size=120),
+    start=st.floats(0, FRAME),
+    jitter=st.lists(st.sampled_from([-0.04, -0.02, -0.01, 0.0, 0.01, 0.02, MARGIN_SECONDS]), min_size=1, max_size=120),
+    busy=any_busy,
 )
 def test_within_the_bound_the_policy_adds_no_stall_to_the_models_own(
-    profile: ChunkProfile, start: float, jitter: list[float]
+    profile: ChunkProfile, start: float, jitter: list[float], busy: frozenset[int]
 ) -> None:
     """Any step times up to the bound, slower than speech too: sending every frame at once would stall no less."""
     steps: list[float] = []
     estimates: list[float] = []
-    for part in jitter:
-        steps.append(part * min(start + MARGIN_SECONDS, AHEAD_SECONDS))
+    for late in jitter:
+        steps.append(min(max(0.0, start + late), AHEAD_SECONDS))
         estimates.append(start := averages(steps[-1:], start)[0])
-    messages = play(ChunkPolicy(profile, FRAME), steps, estimates)
+    messages = play(ChunkPolicy(profile, FRAME), steps, estimates, busy)
     assume(len(messages) > 1)
     at_once = [messages[0]]
     now = messages[0].at
@@ -179,24 +194,38 @@ def test_a_model_that_costs_nothing_ramps_up_to_one_second_and_then_rests(profil
 def test_a_program_that_makes_a_sentence_at_once_sends_it_at_once() -> None:
     policy = ChunkPolicy(PROFILES["balanced"], FRAME)
     policy.made(3.1)
-    assert policy.due(0.0, 0.1)
+    assert policy.due(0.0, 0.1) is Due.NOW
     policy.sent(0.0)
     policy.made(2.0)
-    assert not policy.due(0.2, 0.1)
-    assert policy.due(0.5, 0.1)
+    assert policy.due(0.2, 0.1) is Due.NO
+    assert policy.due(0.5, 0.1) is Due.SOON
+    assert policy.due(2.0, 0.1) is Due.SOON
+    assert policy.due(2.2, 0.1) is Due.NOW
+
+
+@pytest.mark.parametrize(
+    ("step", "due"), [(0.029, Due.NO), (0.031, Due.NOW), (0.069, Due.NOW), (0.071, Due.NOW), (0.5, Due.NOW)]
+)
+def test_what_is_there_goes_where_the_rest_would_come_within_the_margin(step: float, due: Due) -> None:
+    """80 ms were sent 10 ms ago, one more frame is there and one is missing: 70 ms - 40 ms are left for it."""
+    policy = ChunkPolicy(PROFILES["ttfa"], FRAME)
+    policy.made(FRAME)
+    policy.sent(0.0)
+    policy.made(FRAME)
+    assert policy.due(0.01, step) is due
 
 
 def test_nothing_pending_is_never_due() -> None:
     policy = ChunkPolicy(PROFILES["ttfa"], FRAME)
-    assert not policy.due(0.0, 0.0)
+    assert policy.due(0.0, 0.0) is Due.NO
     policy.made(FRAME)
     policy.sent(0.0)
-    assert not policy.due(100.0, 0.0)
+    assert policy.due(100.0, 0.0) is Due.NO
 
 
 def test_less_than_a_frame_is_not_a_frame_and_nearly_all_of_one_is() -> None:
     policy = ChunkPolicy(PROFILES["ttfa"], FRAME)
     policy.made(0.4 * FRAME)
-    assert not policy.due(0.0, 0.0)
+    assert policy.due(0.0, 0.0) is Due.NO
     policy.made(0.2 * FRAME)
-    assert policy.due(0.0, 0.0)
+    assert policy.due(0.0, 0.0) is Due.NOW

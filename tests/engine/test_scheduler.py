@@ -64,6 +64,22 @@ def test_messages_grow_then_rest_and_the_last_leaves_at_once() -> None:
     assert engine.heard[name].audio.tolist() == whole(speech(1, *[FRAME] * 170)).tolist()
 
 
+def test_of_streams_far_ahead_one_sends_in_a_step_and_each_within_a_few() -> None:
+    """Four streams that ramp up together; then each has 64 frames every half second, one step after the other."""
+    with checked_engine(slots=4, profile="balanced") as engine:
+        engine.step_seconds = 1 / 128
+        names = [engine.add(speech(number, *[FRAME] * 250)) for number in range(4)]
+        for _ in range(22):
+            engine.step()
+        assert [sizes(engine, name) for name in names] == [[2, 4, 8, 8]] * 4
+        sent = [len(engine.step().get(0, [])) for _ in range(227)]
+        assert set(sent) == {0, 1}
+        assert [sizes(engine, name)[4:] for name in names] == [[64, 64, 64], [65, 64, 64], [66, 64, 64], [67, 64, 64]]
+        engine.run()
+    for number, name in enumerate(names):
+        assert engine.heard[name].audio.tolist() == whole(speech(number, *[FRAME] * 250)).tolist()
+
+
 def test_ending_says_why_and_counts_frames_started(engine: Engine) -> None:
     name = engine.add(speech(1, FRAME, FRAME + 1, finish="length"))
     engine.run()
