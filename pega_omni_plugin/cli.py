@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _plug_in(commands, name, module, text)
     bench = commands.add_parser("bench", help="load generators").add_subparsers(dest="bench", required=True)
     _plug_in(bench, "speech", "pega_omni_plugin.bench.speech", "load POST /v1/audio/speech and report")
+    _plug_in(bench, "engine", "pega_omni_plugin.bench.engine", "what free-running streams do to those who arrive")
     tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint with random weights")
     tiny.add_argument("family", choices=["qwen3-tts"])
     tiny.add_argument("folder", type=Path)

@@ -66,10 +66,12 @@ def _register_pipelines() -> None:
     from vllm_omni.config.stage_config import PipelineConfig, StageExecutionType, StagePipelineConfig
     from vllm_omni.model_executor.models import OmniModelRegistry
 
+    from pega_omni_plugin.engine.architecture import PegaProgram
     from pega_omni_plugin.engine.config import STAGE_CONFIGS
 
     for registry in (ModelRegistry, OmniModelRegistry):
-        registry.register_model(ARCHITECTURE, "pega_omni_plugin.engine.architecture:PegaProgram")
+        # The class, not its path: vLLM inspects a path in a process of its own, which costs a start-up.
+        registry.register_model(ARCHITECTURE, PegaProgram)
     for name, program in PIPELINES.items():
         stage = StagePipelineConfig(
             stage_id=0,

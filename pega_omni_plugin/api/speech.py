@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,10 @@ from pega_omni_plugin.audio.wav import wav_header
 from pega_omni_plugin.engine.errors import EngineBusy, EngineDead, EngineError, EngineTimeout
 from pega_omni_plugin.engine.program import Pcm
 from pega_omni_plugin.engine.stream import SpeechEngine, SpeechStream
+
+PIECE_SAMPLES = 32_768
+"""Longest piece handed to the transport at once: a stream far ahead of playback gets megabytes in a message, and while
+they are copied nobody else is served."""
 
 
 class CallerGone(Exception):
@@ -74,10 +78,13 @@ class SpeechAnswer:
         Raises:
             EngineError: the audio ends here unfinished.
         """
-        first = self._bytes(self._first)
-        yield wav_header(self.sample_rate) + first if self.call.format == "wav" else first
+        header = wav_header(self.sample_rate) if self.call.format == "wav" else b""
+        for data in self._pieces(self._first):
+            yield header + data
+            header = b""
         async for pcm in self._stream:
-            yield self._bytes(pcm)
+            for data in self._pieces(pcm):
+                yield data
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events; a failure is the last event instead of ``speech.audio.done``."""
@@ -97,9 +104,11 @@ class SpeechAnswer:
         frames = self._stream.ending.frames if self._stream.ending else 0
         return {"input_tokens": units, "output_tokens": frames, "total_tokens": units + frames}
 
-    def _bytes(self, pcm: Pcm) -> bytes:
-        self.samples += len(pcm)
-        return pcm.astype("<i2", copy=False).tobytes()
+    def _pieces(self, pcm: Pcm) -> Iterator[bytes]:
+        for start in range(0, len(pcm), PIECE_SAMPLES):
+            piece = pcm[start : start + PIECE_SAMPLES]
+            self.samples += len(piece)
+            yield piece.astype("<i2", copy=False).tobytes()
 
 
 class SpeechService:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from pega_omni_plugin.engine.errors import CallFailed, EngineBusy, EngineDead, EngineTimeout, RequestFailed
 from pega_omni_plugin.engine.program import ProgramInfo, Speech
+from pega_omni_plugin.engine.shared import SWITCH_SECONDS
 from pega_omni_plugin.engine.stream import SpeechStream
 from pega_omni_plugin.engine.wire import decode_ending, decode_info, encode_speech
 
@@ -68,6 +70,8 @@ class EngineClient:
         """Ask the running engine what it serves and begin to watch its processes."""
         # vLLM-Omni's table of every request costs more than the request; ``stats`` has what matters.
         omni.log_stats = False
+        # The orchestrator is a thread of this process, see ``ProgramWorker.init_device``.
+        sys.setswitchinterval(SWITCH_SECONDS)
         description = orjson.loads(_unwrap("describe", await omni.collective_rpc("describe", stage_ids=[0])))
         client = cls(omni, description)
         client._watch()

@@ -19,6 +19,9 @@ TIME_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 
 BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Upper bounds in rows of the batch size histogram."""
 
+SWITCH_SECONDS = 0.0005
+"""How long a thread of a serving process may keep the interpreter from another."""
+
 
 @dataclass(slots=True)
 class Histogram:

@@ -6,6 +6,7 @@ start-up, or is a control call (``describe``, ``stats``) that the API process ma
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from pega_omni_plugin.engine.config import parse_engine, parse_options, program_class
 from pega_omni_plugin.engine.program import Admission, FatalProgramError, Program, StepOutput
-from pega_omni_plugin.engine.shared import PROCESS, Plan, Result, stats_document
+from pega_omni_plugin.engine.shared import PROCESS, SWITCH_SECONDS, Plan, Result, stats_document
 from pega_omni_plugin.engine.wire import encode_info
 
 logger = init_logger(__name__)
@@ -39,6 +40,9 @@ class ProgramWorker(WorkerBase):
         """The program chooses its devices, part by part."""
         self.device = torch.device("cpu")
         self.model_runner = self
+        # vLLM's threads that carry requests and messages wait for the interpreter while a step runs: Python's 5 ms each
+        # would be the better part of the time to first audio.
+        sys.setswitchinterval(SWITCH_SECONDS)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the program that the stage file names from the model's directory."""
