@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
 from pega_omni_plugin.api.errors import ApiError, InvalidRequest, ModelNotFound, Overloaded, TimedOut, Unavailable
-from pega_omni_plugin.api.speech import Caller, CallerGone, SpeechService
+from pega_omni_plugin.api.speech import PIECE_SAMPLES, Caller, CallerGone, SpeechService
 from pega_omni_plugin.audio.wav import HEADER_BYTES, wav_header
 from pega_omni_plugin.engine.errors import EngineBusy, EngineDead, EngineError, EngineTimeout, RequestFailed
 from pega_omni_plugin.engine.wire import Ending
@@ -54,6 +55,17 @@ async def test_events_carry_the_same_bytes_and_the_usage_last() -> None:
         "type": "speech.audio.done",
         "usage": {"input_tokens": 6, "output_tokens": 2, "total_tokens": 8},
     }
+
+
+@pytest.mark.parametrize("length", [1, PIECE_SAMPLES, PIECE_SAMPLES + 1, 5 * PIECE_SAMPLES + 7])
+async def test_a_long_message_is_handed_on_in_pieces_of_bounded_size(length: int) -> None:
+    samples = (np.arange(length) % 30_000).astype(np.int16)
+    service = serve(FakeEngine([samples, samples, Ending("stop", 1)]))
+    raw, wav = await take(service, response_format="pcm"), await take(service)
+    assert b"".join(raw) == samples.tobytes() * 2
+    assert b"".join(wav) == wav_header(24_000) + samples.tobytes() * 2
+    assert max(map(len, raw)) <= 2 * PIECE_SAMPLES
+    assert value(service, "pega_audio_seconds_total") == pytest.approx(4 * length / 24_000)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -94,6 +95,14 @@ async def until(condition: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0)
     raise AssertionError("it never holds")
+
+
+@pytest.fixture(autouse=True)
+def switch_interval() -> Iterator[None]:
+    """Connecting sets it for the whole process."""
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture
