@@ -83,7 +83,6 @@ def _register_pipelines() -> None:
             final_output_type="audio",
             engine_output_type="audio",
             scheduler_cls="pega_omni_plugin.engine.scheduler.ProgramScheduler",
-            sampling_constraints={"detokenize": False},
         )
         pipeline = PipelineConfig(
             model_type=name,

@@ -7,7 +7,6 @@ import logging
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,21 +20,23 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 1 << 20
 
 
-class SpeechResponse(Response):
-    """Reads the body, speaks, and sends audio as it is made; headers leave with the first audio."""
+class SpeechEndpoint:
+    """``POST /v1/audio/speech``: reads the body, speaks, and sends audio as it is made.
 
-    def __init__(self, service: SpeechService) -> None:
-        self._service = service
-        self.background = None
+    Headers leave with the first audio. An ASGI application of its own: a framework's request handling would be a good
+    part of the time to first audio.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        service: SpeechService = scope["app"].state.pega
         started = sse = False
         caller = Caller()
         watch: asyncio.Task[None] | None = None
         try:
-            document = await self._document(receive)
+            document = await _document(receive, service)
             watch = asyncio.create_task(_watch(receive, caller))
-            async with self._service.answer(document, caller) as answer:
+            async with service.answer(document, caller) as answer:
                 headers = [(b"content-type", answer.media_type.encode())]
                 started, sse = True, answer.call.sse
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -56,21 +57,11 @@ class SpeechResponse(Response):
             if watch is not None:
                 watch.cancel()
 
-    async def _document(self, receive: Receive) -> dict[str, Any]:
-        try:
-            return parse_json(await _read(receive))
-        except ApiError:
-            self._service.metrics.ended("invalid")
-            raise
 
-
-def build_router(route_class: type[APIRoute] = APIRoute) -> APIRouter:
+def build_router() -> APIRouter:
     """The routes, as a router to be included."""
-    router = APIRouter(route_class=route_class)
-
-    @router.post("/v1/audio/speech", response_class=Response)
-    async def speech(request: Request) -> Response:
-        return SpeechResponse(_service(request))
+    router = APIRouter()
+    router.add_route("/v1/audio/speech", SpeechEndpoint(), methods=["POST"])  # type: ignore[arg-type]
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -105,6 +96,14 @@ def build_router(route_class: type[APIRoute] = APIRoute) -> APIRouter:
 def _service(request: Request) -> SpeechService:
     service: SpeechService = request.app.state.pega
     return service
+
+
+async def _document(receive: Receive, service: SpeechService) -> dict[str, Any]:
+    try:
+        return parse_json(await _read(receive))
+    except ApiError:
+        service.metrics.ended("invalid")
+        raise
 
 
 async def _read(receive: Receive) -> bytes:

@@ -16,7 +16,7 @@ from pega_omni_plugin.api.metrics import Metrics, Outcome
 from pega_omni_plugin.api.requests import SpeechCall, check_speech
 from pega_omni_plugin.audio.wav import wav_header
 from pega_omni_plugin.engine.errors import EngineBusy, EngineDead, EngineError, EngineTimeout
-from pega_omni_plugin.engine.program import Pcm
+from pega_omni_plugin.engine.program import Pcm, Speech
 from pega_omni_plugin.engine.stream import SpeechEngine, SpeechStream
 
 PIECE_SAMPLES = 32_768
@@ -85,6 +85,7 @@ class SpeechAnswer:
         async for pcm in self._stream:
             for data in self._pieces(pcm):
                 yield data
+                await asyncio.sleep(0)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events; a failure is the last event instead of ``speech.audio.done``."""
@@ -164,10 +165,10 @@ class SpeechService:
         """Speak one short sentence through the engine, then be ready.
 
         Raises:
-            ApiError: the engine cannot speak.
+            EngineError: it cannot speak.
         """
-        async with self.answer({"input": "Hello."}, Caller()) as answer:
-            async for _ in answer.audio():
+        async with self.engine.speak(Speech("Hello.", self.engine.info.default_voice, seed=0)) as stream:
+            async for _ in stream:
                 pass
         self.ready = True
 

@@ -1,7 +1,7 @@
 """Our routes inside ``vllm serve --omni``.
 
-They are put in front of vLLM-Omni's own on its router before the application is built, and match only when the server
-runs one of our pipelines: requests for any other model reach vLLM-Omni's handlers as if we were not installed.
+They are put in front of vLLM-Omni's own when the application starts, and only if the server runs one of our pipelines:
+requests for any other model reach vLLM-Omni's handlers as if we were not installed.
 """
 
 from __future__ import annotations
@@ -11,34 +11,20 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY
-from starlette.routing import Match
-from starlette.types import Scope
 
 from pega_omni_plugin.api.metrics import Metrics
 from pega_omni_plugin.api.routes import build_router
 from pega_omni_plugin.api.speech import SpeechService
 from pega_omni_plugin.engine.client import EngineClient, runs_our_program
 from pega_omni_plugin.engine.exit import end_process
-
-
-class OurRoute(APIRoute):
-    """A route that is there only while the application serves one of our programs."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """As usual, or no match."""
-        if getattr(scope["app"].state, "pega", None) is None:
-            return Match.NONE, {}
-        return super().matches(scope)
+from pega_omni_plugin.versions import check_versions
 
 
 def install() -> None:
-    """Put our routes and our start-up on vLLM-Omni's router; once, before its application is built."""
+    """Hook our start-up into vLLM-Omni's router; once, before its application is built from it."""
     from vllm_omni.entrypoints.openai import api_server
 
-    ours = build_router(OurRoute)
-    api_server.router.routes[:0] = ours.routes
     api_server.router.lifespan_context = _lifespan
 
 
@@ -48,11 +34,17 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     if not runs_our_program(omni):
         yield
         return
+    for problem in check_versions():
+        raise RuntimeError(str(problem))
+    if app.state.api_server_count > 1:
+        raise RuntimeError("--api-server-count above 1: the queue is counted in one API server; leave the option out")
     client = await EngineClient.connect(omni)
     client.on_death = end_process
     service = SpeechService(client, served_names(app, client), Metrics(REGISTRY, client, client.info.model))
     await service.warm_up()
     app.state.pega = service
+    # In front: they take the place of vLLM-Omni's own, and routing tries one after the other.
+    app.router.routes[:0] = build_router().routes
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pega_omni_plugin.engine.config import ConfigError, find_stage_file, is_program_file, load_stage_file
 from pega_omni_plugin.registration import program_directory
+from pega_omni_plugin.versions import check_versions
 
 LAST_STATUS_PORT = 32_767
 """Dynamo 1.6.1 reads ``DYN_SYSTEM_PORT`` into a signed 16-bit number."""
@@ -28,11 +29,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def served_name(model: str) -> tuple[str, ...]:
+    """The name without ``--served-model-name``: a program says it itself, a checkpoint goes by its directory."""
+    if program_directory(model) is not None:
+        return ()
+    path = Path(model)
+    return (path.resolve().name if path.is_dir() else model,)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check the command line before anything heavy is imported, then serve."""
     known = parse(sys.argv[1:] if arguments is None else arguments)
+    for problem in check_versions():
+        sys.exit(f"pega-omni: {problem}")
     deploy_config: Path | None = None
-    status_port = os.environ.get("DYN_SYSTEM_PORT", "0")
+    status_port = os.environ.get("DYN_SYSTEM_PORT") or "0"
     if not status_port.isdecimal() or int(status_port) > LAST_STATUS_PORT:
         sys.exit(f"pega-omni: DYN_SYSTEM_PORT {status_port}: Dynamo takes a number up to {LAST_STATUS_PORT}")
     try:
@@ -55,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         serve(
             WorkerOptions(
                 model=str(program_directory(known.model) or known.model),
-                served=tuple(known.served_model_name),
+                served=tuple(known.served_model_name) or served_name(known.model),
                 deploy_config=None if deploy_config is None else str(deploy_config),
                 namespace=known.namespace,
                 component=known.component,

@@ -4,12 +4,11 @@ Messages are what the API process pays for, so a stream sends few of them; but n
 Three rules, all on the stream's own clock:
 
 1. The first message goes when ``first`` frames are made; each further one holds twice as many, up to ``steady``.
-2. Where the model is slow, waiting for that many would stall playback: what is there goes before the listener's buffer
-   is down to ``MARGIN_SECONDS``.
+2. Where the model is slow, waiting for that many would stall playback: what is there goes when the listener's buffer
+   would be down to ``MARGIN_SECONDS`` after another step.
 3. A stream more than ``AHEAD_SECONDS`` ahead of playback sends at most one message per ``REST_SECONDS``, with
    everything made since in it. One API process then sees two to three messages per second and stream however fast the
-   model is. These messages are long and can wait, so the engine sends at most one of them in a step. Nothing is held
-   back at the end: the last message goes at once.
+   model is. These messages can be long and can wait, see ``outbox``. The last message goes at once.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Due(IntEnum):
 class ChunkPolicy:
     """Decides for one stream. Times are seconds of any steady clock; audio lengths are seconds of playback.
 
-    The caller says what has been made (``made``), asks ``due``, and calls ``sent`` when it has sent everything pending.
+    The caller says what has been made (``made``), asks ``due``, and says what it has sent (``sent``).
     """
 
     profile: ChunkProfile
@@ -65,14 +64,13 @@ class ChunkPolicy:
         ahead = self.sent_seconds - (now - self._first_sent_at)
         if ahead > AHEAD_SECONDS:
             return Due.SOON if now - self._last_sent_at >= REST_SECONDS else Due.NO
-        dry = ahead - missing / self.frame_seconds * step_seconds < MARGIN_SECONDS
-        return Due.NOW if complete or dry else Due.NO
+        return Due.NOW if complete or ahead - step_seconds < MARGIN_SECONDS else Due.NO
 
-    def sent(self, now: float) -> None:
-        """Everything pending has left."""
+    def sent(self, seconds: float, now: float) -> None:
+        """So much of what was pending has left."""
         if not self.sent_seconds:
             self._first_sent_at = now
-        self.sent_seconds += self.pending_seconds
-        self.pending_seconds = 0.0
+        self.sent_seconds += seconds
+        self.pending_seconds = max(0.0, self.pending_seconds - seconds)
         self._last_sent_at = now
         self.target = min(self.target * 2, max(self.profile.steady, self.profile.first))

@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Self
 
 import orjson
@@ -98,7 +99,7 @@ class EngineClient:
         pump = asyncio.create_task(self._pump(stream, speech))
         self._streams.add(stream)
         self._pumps.add(pump)
-        pump.add_done_callback(self._pumps.discard)
+        pump.add_done_callback(partial(self._pumped, stream))
         try:
             yield stream
         finally:
@@ -116,13 +117,18 @@ class EngineClient:
         if self.dead is not None:
             raise self.dead
         answer = asyncio.ensure_future(self._omni.collective_rpc(method, args=args, stage_ids=[0]))
-        await asyncio.wait({answer, self._death}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if answer.done():
+        try:
+            await asyncio.wait({answer, self._death}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answer.cancel()  # nothing if it is done
+        if not answer.done():
+            raise self.dead or EngineTimeout(f"the engine did not answer {method!r} within {seconds:g} s")
+        error = answer.exception()
+        if error is None:
             return _unwrap(method, answer.result())
-        answer.cancel()
-        if self.dead is not None:
-            raise self.dead
-        raise EngineTimeout(f"the engine did not answer {method!r} within {seconds:g} s")
+        if isinstance(error, EngineDeadError):
+            self._died(str(error))
+        raise self.dead or CallFailed(f"control call {method!r}: {error}") from error
 
     async def drained(self, seconds: float) -> bool:
         """Wait until every request is over; ``False`` when ``seconds`` were not enough."""
@@ -151,14 +157,23 @@ class EngineClient:
                     stream.put(audio.numpy())
                 if output.finished:
                     reason = output.outputs[0].stop_reason
-        except (EngineDeadError, RuntimeError, ValueError) as error:
-            # vLLM-Omni raises a request's failure as RuntimeError with our reason, and a dead engine as its own kind.
+        except EngineDeadError as error:
+            self._died(str(error))
+            return
+        except RuntimeError as error:  # a request's failure, with our reason
             stream.fail(self.dead or RequestFailed(str(error)))
             return
         if reason is None:
             stream.fail(RequestFailed("the engine ended the request without saying why"))
         else:
             stream.put(decode_ending(reason))
+
+    def _pumped(self, stream: SpeechStream, pump: asyncio.Task[None]) -> None:
+        self._pumps.discard(pump)
+        error = None if pump.cancelled() else pump.exception()
+        if error is not None:  # nothing that we know of; whoever waits must hear of it all the same
+            logger.error("a request broke off", exc_info=error)
+            stream.fail(RequestFailed(f"the request broke off: {error!r}"))
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -177,10 +192,11 @@ class EngineClient:
         while self.dead is None:
             try:
                 self.stats = orjson.loads(await self.call("stats", seconds=_CALL_SECONDS))
-                await self._omni.check_health()
+                async with asyncio.timeout(_CALL_SECONDS):
+                    await self._omni.check_health()
             except EngineDeadError as error:
                 self._died(str(error))
-            except (EngineTimeout, CallFailed) as error:
+            except (EngineTimeout, CallFailed, TimeoutError) as error:
                 logger.warning("engine statistics: %s", error)
             except EngineDead:
                 return

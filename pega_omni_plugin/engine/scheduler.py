@@ -11,10 +11,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,9 +21,10 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.request import Request, RequestStatus
 from vllm_omni.engine import OmniEngineCoreOutput, OmniEngineCoreOutputs
 
-from pega_omni_plugin.engine.chunks import ChunkPolicy, Due
+from pega_omni_plugin.engine.chunks import Due
 from pega_omni_plugin.engine.config import parse_engine
-from pega_omni_plugin.engine.program import Admission, Pcm, Speech, StepOutput
+from pega_omni_plugin.engine.outbox import LongMessages, Outgoing
+from pega_omni_plugin.engine.program import Admission, Speech, StepOutput
 from pega_omni_plugin.engine.shared import PROCESS, Plan, Result
 from pega_omni_plugin.engine.slots import SlotPool
 from pega_omni_plugin.engine.wire import Ending, decode_speech, encode_ending
@@ -42,12 +42,12 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Running:
+class _Stream:
+    """A request that got a slot; without one again when the program is done and audio is left to send."""
+
     request: Request
-    slot: int
-    policy: ChunkPolicy
-    pending: list[Pcm] = field(default_factory=list)
-    samples: int = 0
+    slot: int | None
+    audio: Outgoing
 
 
 class ProgramScheduler(SchedulerInterface):
@@ -64,12 +64,12 @@ class ProgramScheduler(SchedulerInterface):
         self._slots = SlotPool(self._config.slots)
         self._waiting: deque[_Waiting] = deque()
         self._refused: list[tuple[Request, str]] = []
-        self._running: dict[str, _Running] = {}
-        self._by_slot: dict[int, _Running] = {}
+        self._streams: dict[str, _Stream] = {}
+        self._by_slot: dict[int, _Stream] = {}
         self._releases: list[int] = []
         self._pause = PauseState.UNPAUSED
+        self._long = LongMessages()
         self._step_seconds = 0.0
-        self._long_sent = False
         # Read by vLLM's engine core.
         self.connector = None
         self.ec_connector = None
@@ -101,18 +101,26 @@ class ProgramScheduler(SchedulerInterface):
             self._stats.batch.observe(len(plan.slots))
             self._stats.steps += 1
         messages: dict[int, list[OmniEngineCoreOutput]] = {}
+
+        def send(request: Request, message: OmniEngineCoreOutput) -> None:
+            messages.setdefault(request.client_index, []).append(message)
+            self._stats.messages += 1
+
         for request, reason in self._refused:
-            messages.setdefault(request.client_index, []).append(_failure(request, reason))
+            send(request, _failure(request, reason))
         self._refused.clear()
-        self._long_sent = False
         for slot, output in result.outputs.items():
             stream = self._by_slot.get(slot)
             if stream is None:  # aborted while the step ran
                 continue
             message = self._collect(stream, output, now)
             if message is not None:
-                messages.setdefault(stream.request.client_index, []).append(message)
-        self._stats.messages += sum(map(len, messages.values()))
+                send(stream.request, message)
+        while (name := self._long.next(now)) is not None:
+            stream = self._streams[name]
+            send(stream.request, self._message(stream, now))
+            if stream.audio.goes_on(now, self._step_seconds):
+                self._long.ask(name)
         return {client: OmniEngineCoreOutputs(outputs=outputs) for client, outputs in messages.items()}
 
     def _admit(self) -> list[Admission]:
@@ -130,59 +138,63 @@ class ProgramScheduler(SchedulerInterface):
             budget -= waiting.units
             request = waiting.request
             request.status = RequestStatus.RUNNING
-            stream = _Running(request, slot, ChunkPolicy(self._config.chunk_profile, self._info.frame_seconds))
-            self._running[request.request_id] = self._by_slot[slot] = stream
+            audio = Outgoing(self._config.chunk_profile, self._info.sample_rate, self._info.frame_samples)
+            self._streams[request.request_id] = self._by_slot[slot] = _Stream(request, slot, audio)
             admissions.append(Admission(slot, waiting.speech))
             self._stats.queue_seconds.observe(time.monotonic() - waiting.since)
             self._stats.admitted += 1
         self._count()
         return admissions
 
-    def _collect(self, stream: _Running, output: StepOutput, now: float) -> OmniEngineCoreOutput | None:
-        request = stream.request
+    def _collect(self, stream: _Stream, output: StepOutput, now: float) -> OmniEngineCoreOutput | None:
         if output.error is not None:
             self._end(stream, RequestStatus.FINISHED_ERROR)
             self._stats.failed += 1
-            return _failure(request, output.error)
-        if len(output.pcm):
-            stream.pending.append(output.pcm)
-            stream.samples += len(output.pcm)
-            stream.policy.made(len(output.pcm) / self._info.sample_rate)
+            return _failure(stream.request, output.error)
+        stream.audio.add(output.pcm)
         if output.finish is not None:
-            frames = math.ceil(stream.samples / self._info.frame_samples)
+            frames = math.ceil(stream.audio.samples / self._info.frame_samples)
+            stream.audio.ending = Ending(output.finish, frames)
             self._stats.frames += frames
-            self._end(stream, RequestStatus.FINISHED_STOPPED)
-            return OmniEngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[_PLACEHOLDER_TOKEN],
-                finish_reason=VllmFinishReason.STOP,
-                stop_reason=encode_ending(Ending(output.finish, frames)),
-                multimodal_output=_audio(stream.pending),
-            )
-        due = stream.policy.due(now, self._step_seconds)
-        if due is Due.NO or (due is Due.SOON and self._long_sent):
-            return None
-        self._long_sent = self._long_sent or due is Due.SOON
+            self._free(stream)
+        due = stream.audio.due(now, self._step_seconds)
+        if due is Due.SOON:
+            self._long.ask(stream.request.request_id)
+        return self._message(stream, now) if due is Due.NOW else None
+
+    def _message(self, stream: _Stream, now: float) -> OmniEngineCoreOutput:
+        """The stream's next message; ends the request with its last."""
+        pcm = stream.audio.take(now)
+        self._long.sent(len(pcm), now)
         message = OmniEngineCoreOutput(
-            request_id=request.request_id,
+            request_id=stream.request.request_id,
             new_token_ids=[_PLACEHOLDER_TOKEN],
-            multimodal_output=_audio(stream.pending),
+            multimodal_output={"audio": torch.from_numpy(pcm)},
         )
-        stream.pending = []
-        stream.policy.sent(now)
+        if stream.audio.complete and stream.audio.ending is not None:
+            message.finish_reason = VllmFinishReason.STOP
+            message.stop_reason = encode_ending(stream.audio.ending)
+            self._end(stream, RequestStatus.FINISHED_STOPPED)
         return message
 
-    def _end(self, stream: _Running, status: RequestStatus) -> None:
+    def _end(self, stream: _Stream, status: RequestStatus) -> None:
         stream.request.status = status
-        del self._running[stream.request.request_id]
+        del self._streams[stream.request.request_id]
+        self._long.drop(stream.request.request_id)
+        self._free(stream)
+
+    def _free(self, stream: _Stream) -> None:
+        if stream.slot is None:
+            return
         del self._by_slot[stream.slot]
         self._slots.give_back(stream.slot)
         self._releases.append(stream.slot)
+        stream.slot = None
         self._count()
 
     def _count(self) -> None:
         self._stats.waiting = len(self._waiting)
-        self._stats.running = len(self._running)
+        self._stats.running = len(self._by_slot)
 
     # Requests come and go.
 
@@ -200,11 +212,11 @@ class ProgramScheduler(SchedulerInterface):
         """End requests from outside (aborts): waiting ones leave the queue, running ones free their slot now."""
         queued = [waiting.request for waiting in self._waiting] + [request for request, _ in self._refused]
         if request_ids is None:
-            gone = {*self._running, *(request.request_id for request in queued)}
+            gone = {*self._streams, *(request.request_id for request in queued)}
         else:
             gone = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         ended: list[Request] = []
-        for stream in [stream for name, stream in self._running.items() if name in gone]:
+        for stream in [stream for name, stream in self._streams.items() if name in gone]:
             self._end(stream, finished_status)
             ended.append(stream.request)
         for request in queued:
@@ -220,8 +232,8 @@ class ProgramScheduler(SchedulerInterface):
     # What the engine core asks.
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
-        return len(self._waiting) + len(self._running) + len(self._refused)
+        """Requests that wait, run, or have audio left to send."""
+        return len(self._waiting) + len(self._streams) + len(self._refused)
 
     def has_finished_requests(self) -> bool:
         """Whether slots wait to be released by the program: one more step is due."""
@@ -229,7 +241,7 @@ class ProgramScheduler(SchedulerInterface):
 
     def get_request_counts(self) -> tuple[int, int]:
         """Running and waiting requests."""
-        return len(self._running), len(self._waiting)
+        return len(self._by_slot), len(self._waiting)
 
     @property
     def pause_state(self) -> PauseState:
@@ -261,13 +273,6 @@ class ProgramScheduler(SchedulerInterface):
 
     def shutdown(self) -> None:
         """Nothing is held."""
-
-
-def _audio(pieces: list[Pcm]) -> dict[str, torch.Tensor]:
-    """One message's audio, int16 ``[samples]``."""
-    if not pieces:
-        return {"audio": torch.zeros(0, dtype=torch.int16)}
-    return {"audio": torch.from_numpy(pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces))}
 
 
 def _failure(request: Request, reason: str) -> OmniEngineCoreOutput:

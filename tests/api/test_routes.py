@@ -11,7 +11,6 @@ import httpx
 import orjson
 import pytest
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.types import Message, Scope
 
 from pega_omni_plugin.api.errors import ApiError
@@ -327,10 +326,3 @@ async def test_ready_after_the_warm_up_and_until_the_engine_is_dead(
     assert (await http.get("/readyz")).status_code == 200
     engine.dead = EngineDead("process 7 ended")
     assert (await http.get("/readyz")).status_code == 503
-
-
-def test_routes_are_of_the_class_that_is_asked_for() -> None:
-    class Ours(APIRoute):
-        pass
-
-    assert all(isinstance(route, Ours) for route in build_router(Ours).routes)

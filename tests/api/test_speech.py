@@ -276,7 +276,7 @@ async def test_warm_up_speaks_before_the_service_is_ready() -> None:
 
 async def test_an_engine_that_cannot_speak_is_never_ready() -> None:
     service = serve(FakeEngine([RequestFailed("no voice")]))
-    with pytest.raises(ApiError, match="no voice"):
+    with pytest.raises(EngineError, match="no voice"):
         await service.warm_up()
     assert not service.ready
 

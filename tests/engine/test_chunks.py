@@ -52,7 +52,7 @@ def play(
         last = made == len(steps)
         due = policy.due(now, estimate)
         if last or due is Due.NOW or (due is Due.SOON and made not in busy):
-            policy.sent(now)
+            policy.sent(policy.pending_seconds, now)
             messages.append(Message(now, range(begin, made), last))
             begin = made
     return messages
@@ -195,7 +195,7 @@ def test_a_program_that_makes_a_sentence_at_once_sends_it_at_once() -> None:
     policy = ChunkPolicy(PROFILES["balanced"], FRAME)
     policy.made(3.1)
     assert policy.due(0.0, 0.1) is Due.NOW
-    policy.sent(0.0)
+    policy.sent(policy.pending_seconds, 0.0)
     policy.made(2.0)
     assert policy.due(0.2, 0.1) is Due.NO
     assert policy.due(0.5, 0.1) is Due.SOON
@@ -210,7 +210,7 @@ def test_what_is_there_goes_where_the_rest_would_come_within_the_margin(step: fl
     """80 ms were sent 10 ms ago, one more frame is there and one is missing: 70 ms - 40 ms are left for it."""
     policy = ChunkPolicy(PROFILES["ttfa"], FRAME)
     policy.made(FRAME)
-    policy.sent(0.0)
+    policy.sent(policy.pending_seconds, 0.0)
     policy.made(FRAME)
     assert policy.due(0.01, step) is due
 
@@ -219,7 +219,7 @@ def test_nothing_pending_is_never_due() -> None:
     policy = ChunkPolicy(PROFILES["ttfa"], FRAME)
     assert policy.due(0.0, 0.0) is Due.NO
     policy.made(FRAME)
-    policy.sent(0.0)
+    policy.sent(policy.pending_seconds, 0.0)
     assert policy.due(100.0, 0.0) is Due.NO
 
 

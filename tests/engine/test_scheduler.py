@@ -18,7 +18,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 from vllm_omni.engine import AdditionalInformationEntry, AdditionalInformationPayload
 
-from pega_omni_plugin.engine import worker
+from pega_omni_plugin.engine import outbox, worker
 from pega_omni_plugin.engine.program import Speech
 from pega_omni_plugin.engine.scheduler import ProgramScheduler
 from pega_omni_plugin.engine.shared import PROCESS
@@ -394,3 +394,20 @@ SchedulerMachine.TestCase.settings = settings(
     max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestAnyOrder = SchedulerMachine.TestCase
+
+
+class LongMessagesMachine(SchedulerMachine):
+    """The same where two frames are a long message, so that endings, too, wait in line for the pace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._context.enter_context(patch.object(outbox, "MESSAGE_SAMPLES", 2 * FRAME))
+        self._context.enter_context(patch.object(outbox, "LONG_SAMPLES_PER_SECOND", 100 * FRAME))
+
+    def teardown(self) -> None:
+        self.engine.step_seconds = 0.01
+        super().teardown()
+
+
+TestAnyOrderOfLongMessages = LongMessagesMachine.TestCase
+TestAnyOrderOfLongMessages.settings = SchedulerMachine.TestCase.settings

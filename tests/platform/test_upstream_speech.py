@@ -1,4 +1,4 @@
-"""vLLM-Omni's own Qwen3-TTS pipeline on our CPU platform, with our models off: its real processes, over HTTP."""
+"""vLLM-Omni's own Qwen3-TTS pipeline on our CPU platform: its real processes, over HTTP."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ FRAME = 1920
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_a_tiny_checkpoint_speaks_and_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "environment",
+    [{"VLLM_PLUGINS": "vllm_omni_register_models,pega_platform"}, {}],
+    ids=["our models off", "our models on, which are not asked for"],
+)
+def test_a_tiny_checkpoint_speaks_and_stops(tmp_path: Path, environment: dict[str, str]) -> None:
     tiny.write(tmp_path / "tiny")
     port = free_port()
     command = [str(BIN / "vllm"), "serve", str(tmp_path / "tiny"), "--omni", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--deploy-config", str(STAGE_CONFIGS / "upstream_qwen3_tts.yaml")]
-    plugins = "vllm_omni_register_models,pega_platform"
-    with Server(command, tmp_path / "serve.log", port, VLLM_PLUGINS=plugins) as server:
+    with Server(command, tmp_path / "serve.log", port, **environment) as server:
         server.wait_for("/health", seconds=300)
         children = psutil.Process(server.process.pid).children(recursive=True)
         names = [" ".join(child.cmdline()) for child in children]
@@ -40,6 +44,8 @@ def test_a_tiny_checkpoint_speaks_and_stops(tmp_path: Path) -> None:
         # Speech that did not end would run to the stage's max_tokens, 4096 frames.
         assert 2 <= len(samples) // FRAME < 400
         assert samples.std() > 0.01
+        # Its own handlers answer, not ours.
+        assert httpx.get(f"{server.url}/readyz").status_code == 404
 
         assert server.stop() == 0
         _, alive = psutil.wait_procs(children, timeout=10)
