@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pega_omni_plugin.engine.config import ConfigError, find_stage_file, is_program_file, load_stage_file
-from pega_omni_plugin.registration import program_directory
+from pega_omni_plugin.registration import PIPELINES, program_directory
 from pega_omni_plugin.versions import check_versions
 
 LAST_STATUS_PORT = 32_767
@@ -37,6 +38,21 @@ def served_name(model: str) -> tuple[str, ...]:
     return (path.resolve().name if path.is_dir() else model,)
 
 
+def check_model(model: str) -> None:
+    """Refuse a directory whose model no program of ours runs, before half a minute of start-up.
+
+    Raises:
+        ConfigError: naming the directory, its model type, and what is served.
+    """
+    config = Path(model) / "config.json"
+    if not config.is_file():
+        return
+    model_type = json.loads(config.read_text()).get("model_type")
+    if model_type not in PIPELINES:
+        served = ", ".join(sorted(PIPELINES.values()))
+        raise ConfigError(f"--model {model}: model type {model_type!r} has no program here; there are: {served}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check the command line before anything heavy is imported, then serve."""
     known = parse(sys.argv[1:] if arguments is None else arguments)
@@ -47,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not status_port.isdecimal() or int(status_port) > LAST_STATUS_PORT:
         sys.exit(f"pega-omni: DYN_SYSTEM_PORT {status_port}: Dynamo takes a number up to {LAST_STATUS_PORT}")
     try:
+        check_model(known.model)
         if known.stage_configs_path is not None:
             deploy_config = find_stage_file(known.stage_configs_path)
             if is_program_file(deploy_config):

@@ -18,7 +18,7 @@ from pega_omni_plugin.api.errors import ApiError
 from pega_omni_plugin.api.metrics import Metrics
 from pega_omni_plugin.api.speech import Caller, CallerGone, SpeechService
 from pega_omni_plugin.dynamo.mapping import HEALTH_CHECK, audio_item, dynamo_error, speech_document
-from pega_omni_plugin.engine.client import EngineClient, start_engine
+from pega_omni_plugin.engine.client import EngineClient, runs_our_program, start_engine
 from pega_omni_plugin.engine.errors import EngineDead
 from pega_omni_plugin.engine.exit import end_process
 
@@ -85,6 +85,9 @@ async def serve(options: WorkerOptions) -> None:
     endpoint = runtime.endpoint(f"{options.namespace}.{options.component}.speech")
 
     omni = start_engine(options.model, options.deploy_config)
+    if not runs_our_program(omni):
+        await asyncio.to_thread(omni.shutdown)
+        raise SystemExit(f"pega-omni: --model {options.model}: no program of this package runs this model")
     client = await EngineClient.connect(omni)
     registry = CollectorRegistry()
     served = options.served or (client.info.model,)

@@ -1,0 +1,47 @@
+"""The worker's command line, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pega_omni_plugin.dynamo.__main__ import LAST_STATUS_PORT, check_model, main, parse, served_name
+from pega_omni_plugin.engine.config import ConfigError
+from pega_omni_plugin.registration import program_directory
+
+
+def checkpoint(folder: Path, model_type: str) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
+
+
+def test_the_embedded_voice_is_the_default() -> None:
+    assert parse([]).model == "piper"
+
+
+def test_a_checkpoint_goes_by_its_directory_and_a_hub_model_by_its_name(tmp_path: Path) -> None:
+    assert served_name("sim") == ()
+    assert served_name(str(checkpoint(tmp_path / "voice-1", "x"))) == ("voice-1",)
+    assert served_name("owner/voice-2") == ("owner/voice-2",)
+
+
+def test_a_model_without_a_program_is_refused_by_its_type(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'llama'.*piper, sim"):
+        check_model(str(checkpoint(tmp_path / "other", "llama")))
+    check_model(str(program_directory("sim")))
+    check_model("owner/unknown")
+
+
+@pytest.mark.parametrize("port", ["x", "-1", str(LAST_STATUS_PORT + 1)])
+def test_a_status_port_that_dynamo_cannot_take_is_refused(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_SYSTEM_PORT", port)
+    with pytest.raises(SystemExit, match=f"DYN_SYSTEM_PORT {port}"):
+        main(["--model", "sim"])
+
+
+def test_an_unknown_stage_file_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(SystemExit, match=r"nowhere.*piper, sim"):
+        main(["--model", "sim", "--stage-configs-path", "nowhere"])
