@@ -29,7 +29,7 @@ def test_a_checkpoint_goes_by_its_directory_and_a_hub_model_by_its_name(tmp_path
 
 
 def test_a_model_without_a_program_is_refused_by_its_type(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'llama'.*piper, sim"):
+    with pytest.raises(ConfigError, match=r"'llama'.*piper, sim"):
         check_model(str(checkpoint(tmp_path / "other", "llama")))
     check_model(str(program_directory("sim")))
     check_model("owner/unknown")
