@@ -59,6 +59,8 @@ done
 [[ $port =~ ^[0-9]{1,5}$ ]] && ((10#$port >= 1 && 10#$port <= 65535)) ||
   pega_die "--port $port: expected a number from 1 to 65535."
 [[ $workers =~ ^[0-9]{1,3}$ ]] && ((10#$workers >= 1)) || pega_die "--workers $workers: expected a number from 1 to 999."
+# A leading zero would make them octal.
+port=$((10#$port)) workers=$((10#$workers))
 programs=("$PEGA_ROOT"/pega_omni_plugin/models/*/checkpoint)
 programs=("${programs[@]%/checkpoint}")
 programs=("${programs[@]##*/}")
