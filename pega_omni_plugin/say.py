@@ -14,8 +14,8 @@ from pega_omni_plugin.api.errors import ApiError
 from pega_omni_plugin.api.requests import check_speech
 from pega_omni_plugin.audio.wav import HEADER_BYTES
 from pega_omni_plugin.engine.config import (
+    STAGE_CONFIGS,
     ConfigError,
-    find_stage_file,
     load_stage_file,
     parse_options,
     program_class,
@@ -54,7 +54,7 @@ def _speak(known: argparse.Namespace, document: dict[str, Any]) -> float:
     checkpoint = program_directory(known.model)
     if checkpoint is None:
         raise ConfigError(f"model {known.model!r} cannot speak in this process; start a server and name it: --base-url")
-    config = load_stage_file(find_stage_file(known.model))
+    config = load_stage_file(STAGE_CONFIGS / f"{known.model}.yaml")
     program = program_class(config.program).load(checkpoint, parse_options(config), config.parts, slots=_SLOT)
     try:
         call = check_speech(document, program.info, (program.info.model,))
@@ -100,7 +100,7 @@ def split_wav(pieces: Iterator[bytes]) -> tuple[int, Iterator[bytes]]:
 
 
 def _write(path: Path, sample_rate: int, pieces: Iterator[bytes]) -> float:
-    with wave.open(str(path), "wb") as file:
+    with path.open("wb") as opened, wave.open(opened, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(sample_rate)

@@ -23,6 +23,7 @@ EXTENSIONS = ("language", "seed", "task_type", "cfg_scale", "ref_audio", "ref_te
 """Top-level fields of other speech servers, taken as the ``extra`` key of the same name."""
 
 _VOICES_SHOWN = 12
+_PARAM_CHARS = 100
 
 # Messages repeat what was sent in brief: it may be a megabyte, or nested deeper than repr can follow.
 _BRIEF = reprlib.Repr()
@@ -94,6 +95,11 @@ def check_speech(document: Mapping[str, Any], info: ProgramInfo, served: Collect
         InvalidRequest: naming the first field that is wrong and what is allowed.
         ModelNotFound: ``model`` is another one.
     """
+    for name in document:
+        # Before the schema, which would list every one of a megabyte of them.
+        if name not in SpeechRequest.model_fields:
+            known = ", ".join(SpeechRequest.model_fields)
+            raise InvalidRequest(f"unknown field {_BRIEF.repr(name)}; known fields: {known}", param=name[:_PARAM_CHARS])
     try:
         request = SpeechRequest.model_validate(document)
     except ValidationError as error:
@@ -221,13 +227,9 @@ def _wanted(option: Option) -> str:
 
 
 def _shape(error: ValidationError, document: Mapping[str, Any]) -> InvalidRequest:
-    """The first thing wrong with the body's shape, unknown fields before wrong types."""
-    problems = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
-    problem = problems[0]
+    """The first field that is missing or of a wrong type."""
+    problem = error.errors()[0]
     name = str(problem["loc"][0])
-    if problem["type"] == "extra_forbidden":
-        known = ", ".join(SpeechRequest.model_fields)
-        return InvalidRequest(f"unknown field {_BRIEF.repr(name)}; known fields: {known}", param=name)
     if problem["type"] == "missing":
         return InvalidRequest(f"field {name!r} is missing", param=name)
     wanted = "Input should be a string, or an object whose id is one" if name == "voice" else problem["msg"]

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
 
+SEND_SECONDS = 60.0
+"""A reader that takes nothing for so long is gone; what waits for it is held in memory."""
+
 
 class SpeechEndpoint:
     """``POST /v1/audio/speech``: reads the body, speaks, and sends audio as it is made.
@@ -41,7 +44,7 @@ class SpeechEndpoint:
                 started, sse = True, answer.call.sse
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 async for data in answer.events() if sse else answer.audio():
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await _send_piece(send, data)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except CallerGone:
             logger.info("the caller left before the end")
@@ -96,6 +99,14 @@ def build_router() -> APIRouter:
 def _service(request: Request) -> SpeechService:
     service: SpeechService = request.app.state.pega
     return service
+
+
+async def _send_piece(send: Send, data: bytes) -> None:
+    try:
+        async with asyncio.timeout(SEND_SECONDS):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    except TimeoutError as error:
+        raise CallerGone from error
 
 
 async def _document(receive: Receive, service: SpeechService) -> dict[str, Any]:

@@ -39,13 +39,13 @@ class Caller:
         """The caller is gone."""
         self._gone = True
         if self._stream is not None:
-            self._stream.fail(CallerGone())
+            self._stream.abandon(CallerGone())
 
     def listen(self, stream: SpeechStream) -> None:
         """This stream is what the caller waits for."""
         self._stream = stream
         if self._gone:
-            stream.fail(CallerGone())
+            stream.abandon(CallerGone())
 
 
 class SpeechAnswer:

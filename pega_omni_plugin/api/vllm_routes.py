@@ -40,7 +40,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         raise RuntimeError("--api-server-count above 1: the queue is counted in one API server; leave the option out")
     client = await EngineClient.connect(omni)
     client.on_death = end_process
-    service = SpeechService(client, served_names(app, client), Metrics(REGISTRY, client, client.info.model))
+    served = served_names(app, client)
+    service = SpeechService(client, served, Metrics(REGISTRY, client, served[0]))
     await service.warm_up()
     app.state.pega = service
     # In front: they take the place of vLLM-Omni's own, and routing tries one after the other.
@@ -54,4 +55,4 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 def served_names(app: Any, client: EngineClient) -> list[str]:
     """The names given by ``--served-model-name``; without it the program's own name, then the model's path."""
     names = [entry.name for entry in app.state.openai_serving_models.base_model_paths]
-    return names if client.info.model in names else [client.info.model, *names]
+    return [client.info.model, *names] if names == [app.state.engine_client.model] else names

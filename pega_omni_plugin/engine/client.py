@@ -52,6 +52,7 @@ class EngineClient:
         self._omni = omni
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._streams: set[SpeechStream] = set()
+        self._requests: set[SpeechStream] = set()
         self._pumps: set[asyncio.Task[None]] = set()
         self._sentinels: list[int] = []
         self._poll: asyncio.Task[None] | None = None
@@ -80,8 +81,8 @@ class EngineClient:
 
     @property
     def in_flight(self) -> int:
-        """Requests that wait or run, aborts under way included."""
-        return len(self._pumps)
+        """Requests that wait, run, are read by their callers, or are being aborted."""
+        return len(self._requests)
 
     @asynccontextmanager
     async def speak(self, speech: Speech) -> AsyncIterator[SpeechStream]:
@@ -98,6 +99,7 @@ class EngineClient:
         stream = SpeechStream(self._stall_seconds, self._request_seconds)
         pump = asyncio.create_task(self._pump(stream, speech))
         self._streams.add(stream)
+        self._requests.add(stream)
         self._pumps.add(pump)
         pump.add_done_callback(partial(self._pumped, stream))
         try:
@@ -105,6 +107,7 @@ class EngineClient:
         finally:
             self._streams.discard(stream)
             pump.cancel()
+            self._settle(stream, pump)
 
     async def call(self, method: str, *args: Any, seconds: float = _CALL_SECONDS) -> Any:
         """Make a control call between two steps of the engine.
@@ -170,10 +173,16 @@ class EngineClient:
 
     def _pumped(self, stream: SpeechStream, pump: asyncio.Task[None]) -> None:
         self._pumps.discard(pump)
+        self._settle(stream, pump)
         error = None if pump.cancelled() else pump.exception()
         if error is not None:  # nothing that we know of; whoever waits must hear of it all the same
             logger.error("a request broke off", exc_info=error)
             stream.fail(RequestFailed(f"the request broke off: {error!r}"))
+
+    def _settle(self, stream: SpeechStream, pump: asyncio.Task[None]) -> None:
+        """A request is over when the engine is done with it and its caller has left; a slow reader still counts."""
+        if pump.done() and stream not in self._streams:
+            self._requests.discard(stream)
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()

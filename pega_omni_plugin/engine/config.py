@@ -84,7 +84,7 @@ class EngineConfig(BaseModel):
     ``stall_seconds`` without any audio, or ``request_seconds`` in all, ends a request with an error.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     program: Literal["sim", "piper"]
     profile: Literal["ttfa", "balanced", "throughput"] = "balanced"
@@ -161,7 +161,14 @@ def load_stage_file(path: Path) -> EngineConfig:
 
 def is_program_file(path: Path) -> bool:
     """Whether a deploy YAML selects one of our pipelines (others are vLLM-Omni's to check)."""
+    seen: set[Path] = set()
     document = _load(path)
+    while isinstance(document, dict) and "pipeline" not in document and isinstance(document.get("base_config"), str):
+        seen.add(path.resolve())
+        path = path.parent / document["base_config"]
+        if path.resolve() in seen:
+            raise ConfigError(f"{path}: base_config leads back to this file")
+        document = _load(path)
     return isinstance(document, dict) and str(document.get("pipeline", "")).startswith("pega_")
 
 

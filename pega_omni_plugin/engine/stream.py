@@ -17,6 +17,7 @@ class SpeechStream:
 
     def __init__(self, seconds_without_audio: float, seconds_in_all: float) -> None:
         self.ending: Ending | None = None
+        self._abandoned: Exception | None = None
         self._items: asyncio.Queue[Pcm | Ending | Exception] = asyncio.Queue()
         self._stall = seconds_without_audio
         self._end_by = asyncio.get_running_loop().time() + seconds_in_all
@@ -32,8 +33,12 @@ class SpeechStream:
             EngineTimeout: nothing came for too long, the wait for a slot included.
             EngineDead: the engine process is gone.
         """
+        if self._abandoned is not None:
+            raise self._abandoned
         if self.ending is not None:
             raise StopAsyncIteration
+        if asyncio.get_running_loop().time() >= self._end_by:
+            raise self._late()
         item = self._items.get_nowait() if not self._items.empty() else await self._wait()
         if isinstance(item, Exception):
             raise item
@@ -48,13 +53,19 @@ class SpeechStream:
             async with asyncio.timeout_at(min(now + self._stall, self._end_by)):
                 return await self._items.get()
         except TimeoutError as error:
-            raise EngineTimeout(
-                f"the engine made no audio for {self._stall:g} s, or the request ran out of time; try again later"
-            ) from error
+            raise self._late() from error
+
+    def _late(self) -> EngineTimeout:
+        return EngineTimeout(f"no audio for {self._stall:g} s, or the request ran out of time; try again later")
 
     def put(self, item: Pcm | Ending) -> None:
         """The engine made this."""
         self._items.put_nowait(item)
+
+    def abandon(self, error: Exception) -> None:
+        """Raise ``error`` in whoever iterates, at once: nobody hears what is there already."""
+        self._abandoned = error
+        self._items.put_nowait(error)
 
     def fail(self, error: Exception) -> None:
         """Raise ``error`` in whoever iterates, after what is there already."""

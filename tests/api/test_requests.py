@@ -318,3 +318,12 @@ def test_any_json_is_accepted_or_refused_in_our_own_words(document: Any, named: 
     if named and isinstance(document, Mapping):
         document = {"input": "Hello."} | document
     _accepted_or_refused(orjson.dumps(document))
+
+
+def test_many_unknown_fields_cost_no_more_than_one_and_are_named_in_brief() -> None:
+    document = {f"{number}".rjust(200, "x"): 1 for number in range(50_000)}
+    with pytest.raises(InvalidRequest, match="unknown field") as refused:
+        check_speech({"input": "a", **document}, INFO, ["m"])
+    assert refused.value.param is not None
+    assert len(refused.value.param) == 100
+    assert len(refused.value.message) < 1000

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import random
+import socket
 
 import httpx
 import numpy as np
@@ -57,7 +58,7 @@ def test_server_sent_events_end_with_usage(sim: Server) -> None:
 
 def test_the_official_sdk_reads_speech_models_and_errors(sim: Server) -> None:
     client = openai.OpenAI(base_url=f"{sim.url}/v1", api_key="none", max_retries=0)
-    assert "pega-omni-sim" in [model.id for model in client.models.list()]
+    assert [model.id for model in client.models.list()] == ["pega-omni-sim"]
     made = client.audio.speech.create(model="pega-omni-sim", voice="alloy", input="ten chars.", response_format="pcm")
     assert len(made.read()) == 8 * FRAME_BYTES
     with client.audio.speech.with_streaming_response.create(
@@ -147,6 +148,28 @@ async def test_200_callers_of_whom_50_leave_leak_no_slot(sim: Server) -> None:
     assert sum(answer < 0 for answer in answers) == 50
     await eventually(sim.url, "pega_in_flight", 0)
     await eventually(sim.url, "pega_engine_running", 0)
+
+
+async def test_who_never_reads_counts_as_in_flight_and_as_cancelled(sim: Server) -> None:
+    """The engine is done with such a request long before its caller is."""
+    frames = 1600  # more than the kernel keeps for a socket
+    body = json.dumps(speech(extra={"frames": frames})).encode()
+    head = f"POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        caller.connect(("127.0.0.1", sim.port))
+        text = httpx.get(sim.url + "/metrics").text
+        before = metric(text, "pega_requests_total", outcome="cancelled")
+        heard = metric(text, "pega_audio_seconds_total")
+        caller.sendall(head + body)
+        await eventually(sim.url, "pega_in_flight", 1)
+        await asyncio.sleep(frames * 0.011 + 2)
+        await eventually(sim.url, "pega_engine_running", 0)
+        assert metric(httpx.get(sim.url + "/metrics").text, "pega_in_flight") == 1
+    await eventually(sim.url, "pega_in_flight", 0)
+    text = httpx.get(sim.url + "/metrics").text
+    assert metric(text, "pega_requests_total", outcome="cancelled") == before + 1
+    assert metric(text, "pega_audio_seconds_total") - heard < frames * 0.08
 
 
 def test_metrics_name_requests_steps_and_slots(sim: Server) -> None:

@@ -305,3 +305,13 @@ async def test_closing_stops_the_watch(engine_process: BaseProcess) -> None:
 def test_our_programs_are_told_by_their_scheduler(schedulers: list[str | None], ours: bool) -> None:
     stages = [SimpleNamespace(scheduler_cls=name) for name in schedulers]
     assert runs_our_program(SimpleNamespace(stage_configs=stages)) is ours
+
+
+async def test_a_request_that_is_made_but_not_read_still_counts() -> None:
+    """Or callers that do not read would fill the memory, each with a whole answer, past every limit."""
+    speaking = client(FakeOmni([output(1, ending=Ending("stop", 1))]))
+    async with speaking.speak(SPEECH) as stream:
+        await until(lambda: not speaking._pumps)
+        assert speaking.in_flight == 1
+        assert len([pcm async for pcm in stream]) == 1
+    assert speaking.in_flight == 0

@@ -221,3 +221,21 @@ def test_stage_files_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: 
         find_stage_file("sym")
     with pytest.raises(ConfigError, match="no such file"):
         find_stage_file("elsewhere/sim")
+
+
+def test_a_file_whose_base_selects_a_program_is_ours_to_check(tmp_path: Path) -> None:
+    path = tmp_path / "thin.yaml"
+    path.write_text(f"base_config: {STAGE_CONFIGS / 'sim.yaml'}\nstages: []\n")
+    assert is_program_file(path)
+    path.write_text("base_config: nowhere.yaml\n")
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        is_program_file(path)
+    path.write_text("base_config: thin.yaml\n")
+    with pytest.raises(ConfigError, match="leads back"):
+        is_program_file(path)
+
+
+@pytest.mark.parametrize("key", ["stall_seconds", "request_seconds"])
+def test_deadlines_are_finite(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        parse_engine({"program": "sim", key: float("inf")}, "here")

@@ -117,3 +117,32 @@ def test_cancelling_a_waiting_caller_is_no_timeout() -> None:
             await waiting
 
     run(story())
+
+
+def test_a_caller_that_has_left_hears_nothing_more_whatever_is_there() -> None:
+    async def story() -> None:
+        stream = SpeechStream(1, 10)
+        stream.put(piece(1))
+        stream.put(piece(2))
+        stream.put(ENDING)
+        await anext(stream)
+        stream.abandon(error := RequestFailed("left"))
+        with pytest.raises(RequestFailed) as raised:
+            await anext(stream)
+        assert raised.value is error
+        assert stream.ending is None
+
+    run(story())
+
+
+def test_a_slow_reader_runs_out_of_time_though_audio_is_there() -> None:
+    async def story() -> None:
+        stream = SpeechStream(5, 10)
+        stream.put(piece(1))
+        stream.put(piece(2))
+        await anext(stream)
+        await asyncio.sleep(10)
+        with pytest.raises(EngineTimeout):
+            await anext(stream)
+
+    run(story())
