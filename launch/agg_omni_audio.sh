@@ -60,7 +60,13 @@ done
   pega_die "--port $port: expected a number from 1 to 65535."
 [[ $workers =~ ^[0-9]{1,3}$ ]] && ((10#$workers >= 1)) || pega_die "--workers $workers: expected a number from 1 to 999."
 # A leading zero would make them octal.
-port=$((10#$port)) workers=$((10#$workers))
+port=$((10#$port)) workers=$((10#$workers)) system_port=${DYN_SYSTEM_PORT:-}
+if [[ -n $system_port ]]; then
+  # Dynamo 1.6.1 reads the number into a signed 16-bit one.
+  [[ $system_port =~ ^[0-9]{1,5}$ ]] && ((10#$system_port + workers - 1 <= 32767)) ||
+    pega_die "DYN_SYSTEM_PORT=$system_port: expected a number that leaves one per worker up to 32767."
+  system_port=$((10#$system_port))
+fi
 programs=("$PEGA_ROOT"/pega_omni_plugin/models/*/checkpoint)
 programs=("${programs[@]%/checkpoint}")
 programs=("${programs[@]##*/}")
@@ -117,7 +123,6 @@ pega_start frontend env DYN_LOG="$frontend_log" "$python" -m dynamo.frontend \
   --router-mode least-loaded --frontend-route-extension pega_omni_plugin.dynamo.nodelay:provider
 
 [[ -z $stage_file ]] || worker_arguments=(--stage-configs-path "$stage_file" "${worker_arguments[@]}")
-system_port=${DYN_SYSTEM_PORT:-}
 for ((worker = 1; worker <= workers; worker++)); do
   [[ -z $system_port ]] || export DYN_SYSTEM_PORT=$((system_port + worker - 1))
   pega_start "worker $worker" "$python" -m pega_omni_plugin.dynamo --model "$model" "${worker_arguments[@]}"

@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(known: argparse.Namespace) -> int:
     """Speak; returns the exit status."""
     text = sys.stdin.read() if known.text == "-" else known.text
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        print("pega-omni: the text is not valid UTF-8", file=sys.stderr)
+        return 1
     fields = {"input": text, "voice": known.voice, "speed": known.speed}
     document = {key: value for key, value in fields.items() if value is not None}
     try:

@@ -38,6 +38,7 @@ def test_the_text_may_come_from_standard_input(
     ("arguments", "said"),
     [
         (["", "--model", "sim"], "input is empty"),
+        (["\udcff", "--model", "sim"], "UTF-8"),
         (["hi", "--model", "sim", "--voice", "nobody"], "nobody"),
         (["hi", "--model", "somewhere/else"], "--base-url"),
         (["hi", "--base-url", "http://127.0.0.1:9"], "is the server running"),

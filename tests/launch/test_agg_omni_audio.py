@@ -224,3 +224,8 @@ def test_help_is_printed_without_a_set_up(shell: Shell) -> None:
     assert done.returncode == 0
     assert "--stage-configs-path" in done.stdout
     assert not (shell.root / ".venv").exists()
+
+
+@pytest.mark.parametrize(("port", "workers"), [("abc", "1"), ("32768", "1"), ("32767", "2")])
+def test_status_ports_that_dynamo_cannot_take_are_refused(clone: Shell, port: str, workers: str) -> None:
+    assert f"DYN_SYSTEM_PORT={port}" in refused(clone, "--workers", workers, DYN_SYSTEM_PORT=port)
