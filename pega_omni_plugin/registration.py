@@ -49,6 +49,11 @@ def program_directory(name: str) -> Path | None:
     return folder if f"pega_{name}" in PIPELINES and folder.is_dir() else None
 
 
+def _is_program_directory(argument: str) -> bool:
+    directories = [program_directory(program) for program in PIPELINES.values()]
+    return Path(argument).resolve() in [directory.resolve() for directory in directories if directory is not None]
+
+
 def _register_configs() -> None:
     from transformers import AutoConfig
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
@@ -117,7 +122,11 @@ def _check_command_line() -> None:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--deploy-config", "--deploy_config", type=Path)
-    known, _ = parser.parse_known_args(sys.argv[1:])
+    parser.add_argument("--api-server-count", "--api_server_count", "-asc", default="1")
+    known, rest = parser.parse_known_args(sys.argv[1:])
+    if known.api_server_count not in ("0", "1") and any(map(_is_program_directory, rest)):
+        # Further ones are spawned without plugins and fail without a reason.
+        sys.exit("pega-omni: --api-server-count above 1: the queue is counted in one API server; leave the option out")
     if known.deploy_config is None or not known.deploy_config.is_file():
         return
     from pega_omni_plugin.engine.config import ConfigError, is_program_file, load_stage_file

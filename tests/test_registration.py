@@ -54,6 +54,18 @@ def test_other_command_lines_are_left_alone(arguments: list[str], monkeypatch: p
     registration._check_command_line()
 
 
+@pytest.mark.parametrize("option", ["--api-server-count 2", "--api-server-count=4", "-asc 2"])
+def test_more_than_one_api_server_is_refused_for_our_programs_only(
+    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", str(tmp_path), "--omni", *option.split()])
+    registration._check_command_line()
+    ours = str(registration.program_directory("sim"))
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", ours, "--omni", *option.split()])
+    with pytest.raises(SystemExit, match="api-server-count"):
+        registration._check_command_line()
+
+
 def test_upstream_stage_files_are_vllm_omnis_to_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text("pipeline: qwen3_tts\nanything: 1\n")
