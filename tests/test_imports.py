@@ -47,6 +47,7 @@ MAY_KNOW_ENGINE = (
     "api.vllm_routes",
 )
 WEB = ("fastapi", "starlette", "uvicorn")
+NN_KNOWS = ("torch", "numpy", "safetensors", "triton")
 NO_WEB = ("nn", "models", "engine", "audio")
 
 
@@ -86,8 +87,8 @@ def wrong(module: str, imported: str) -> str | None:
             return "only dynamo/ may import dynamo"
         if root in WEB and inside(own, NO_WEB):
             return f"{root} is for the parts that serve HTTP"
-        if inside(own, ("nn",)) and root not in ("torch", "numpy") and root not in sys.stdlib_module_names:
-            return "nn/ is torch and numpy only"
+        if inside(own, ("nn",)) and root not in NN_KNOWS and root not in sys.stdlib_module_names:
+            return f"nn/ knows {', '.join(NN_KNOWS)} only"
         return None
     target = imported.removeprefix(f"{NAME}.")
     if own == NAME or target == NAME:
