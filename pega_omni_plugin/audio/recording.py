@@ -199,9 +199,7 @@ def _read(file: Any, longest_seconds: float, limits: Limits) -> Samples:
         if not len(got):
             break
         if not np.isfinite(got).all():
-            raise RecordingError(
-                f"has samples that are no numbers (NaN or infinity), after {frames / rate:.0f} seconds"
-            )
+            raise RecordingError(f"has samples that are NaN or infinite, after {frames / rate:.0f} seconds")
         # In double precision, where no sum of finite samples overflows.
         blocks.append(got.mean(axis=1, dtype=np.float64).astype(np.float32))
         frames += len(got)
