@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pega_omni_plugin.engine.config import ConfigError, find_stage_file, is_program_file, load_stage_file
+from pega_omni_plugin.models.qwen3_tts.tiny_config import VARIANTS
 from pega_omni_plugin.registration import program_directory
 
 SERVED_NAMES = {"sim": "pega-omni-sim", "piper": "pega-omni-joe"}
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tiny = commands.add_parser("make-tiny", help="write a tiny checkpoint with random weights")
     tiny.add_argument("family", choices=["qwen3-tts"])
     tiny.add_argument("folder", type=Path)
+    tiny.add_argument("--variant", type=_underscored, choices=VARIANTS, default=VARIANTS[0])
+    tiny.add_argument("--narrow", action="store_true", help="a talker as wide as its code predictor, as in the 0.6B")
     tiny.set_defaults(run=_make_tiny)
 
     known = parser.parse_args(arguments)
@@ -58,11 +61,16 @@ def _plug_in(commands: Any, name: str, module: str, text: str) -> None:
     parser.set_defaults(run=loaded.run)
 
 
+def _underscored(variant: str) -> str:
+    """Model names write ``custom-voice`` where configuration writes ``custom_voice``; both are understood."""
+    return variant.replace("-", "_")
+
+
 def _make_tiny(known: argparse.Namespace) -> int:
     from pega_omni_plugin.models.qwen3_tts.tiny import write
 
-    write(known.folder)
-    print(f"{known.folder}: a tiny Qwen3-TTS checkpoint")
+    write(known.folder, variant=known.variant, narrow=known.narrow)
+    print(f"{known.folder}: a tiny Qwen3-TTS checkpoint, {known.variant}{', narrow' if known.narrow else ''}")
     return 0
 
 

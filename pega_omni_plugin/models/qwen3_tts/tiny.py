@@ -28,14 +28,14 @@ from pega_omni_plugin.models.qwen3_tts.tiny_config import (
     DIALECTS,
     FEATURES,
     GENERATION,
+    LANGUAGES,
+    NARROW_TALKER,
     PREDICTOR,
     SPEAKER_ENCODER,
     SPEAKERS,
     TALKER,
+    VARIANTS,
 )
-
-VARIANTS = ("custom_voice", "base")
-"""``custom_voice`` speaks with named voices; ``base`` clones a reference recording, so it adds a speaker encoder."""
 
 EOS_LOGIT = 5.0
 """Weight of the constant in the logit of the end of speech, which random weights alone never reach.
@@ -59,11 +59,14 @@ _WORDS = ("assistant", "user", "system", "Ġthe", "Ġand", "ing")
 """Tokens of several characters. Prompts are cut by position, which takes "assistant" for one token."""
 
 
-def write(folder: Path, *, variant: str = "custom_voice") -> None:
+def write(folder: Path, *, variant: str = "custom_voice", narrow: bool = False) -> None:
     """Write a checkpoint of about 12 MB into ``folder``, which is made if needed.
 
+    ``narrow`` gives the talker the code predictor's width, as in the published 0.6B, so that there is no projection
+    between them; without it the talker is twice as wide, as in the 1.7B.
+
     Raises:
-        ValueError: when ``variant`` is not one of ``VARIANTS``.
+        ValueError: when ``variant`` is not one of ``tiny_config.VARIANTS``.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant: {variant!r} is not known; use one of {', '.join(VARIANTS)}")
@@ -71,12 +74,13 @@ def write(folder: Path, *, variant: str = "custom_voice") -> None:
     codec.mkdir(parents=True, exist_ok=True)
 
     vocabulary = _write_tokenizer(folder)
-    _write_json(folder / "config.json", _config(vocabulary, variant))
+    config = _config(vocabulary, variant, narrow)
+    _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", GENERATION)
     weights = _Weights()
-    _talker(weights, len(vocabulary))
+    _talker(weights, config["talker_config"])
     if variant == "base":
-        _speaker_encoder(weights)
+        _speaker_encoder(weights, config["speaker_encoder_config"])
     weights.save(folder / "model.safetensors", torch.bfloat16)
 
     _write_json(codec / "config.json", CODEC)
@@ -87,13 +91,18 @@ def write(folder: Path, *, variant: str = "custom_voice") -> None:
     weights.save(codec / "model.safetensors", torch.float32)
 
 
-def _config(vocabulary: Mapping[str, int], variant: str) -> dict[str, Any]:
+def _config(vocabulary: Mapping[str, int], variant: str, narrow: bool) -> dict[str, Any]:
     voices = SPEAKERS if variant == "custom_voice" else {}
+    # Dialects come with the voices that speak them.
+    languages = {name: number for name, number in LANGUAGES.items() if voices or name not in DIALECTS.values()}
     talker = TALKER | {
         "text_vocab_size": len(vocabulary),
+        "codec_language_id": languages,
         "spk_id": voices,
         "spk_is_dialect": {voice: DIALECTS.get(voice, False) for voice in voices},
     }
+    if narrow:
+        talker |= NARROW_TALKER
     return {
         "architectures": ["Qwen3TTSForConditionalGeneration"],
         "model_type": "qwen3_tts",
@@ -101,12 +110,12 @@ def _config(vocabulary: Mapping[str, int], variant: str) -> dict[str, Any]:
         "dtype": "bfloat16",
         "im_end_token_id": vocabulary["<|im_end|>"],
         "im_start_token_id": vocabulary["<|im_start|>"],
-        "speaker_encoder_config": SPEAKER_ENCODER,
+        "speaker_encoder_config": SPEAKER_ENCODER | {"enc_dim": talker["hidden_size"]},
         "talker_config": talker,
         "tokenizer_type": "qwen3_tts_tokenizer_12hz",
         "tts_bos_token_id": vocabulary["<tts_text_bos>"],
         "tts_eos_token_id": vocabulary["<tts_text_eod>"],
-        "tts_model_size": "0b6",
+        "tts_model_size": "0b6" if narrow else "1b7",
         "tts_model_type": variant,
         "tts_pad_token_id": vocabulary["<tts_pad>"],
     }
@@ -210,17 +219,18 @@ class _Weights:
         self.scale(f"{name}.norm.weight", config["hidden_size"])
 
 
-def _talker(weights: _Weights, text_vocabulary: int) -> None:
-    hidden, text = TALKER["hidden_size"], TALKER["text_hidden_size"]
-    weights.add("talker.model.text_embedding.weight", text_vocabulary, text, std=1.0)
+def _talker(weights: _Weights, config: Mapping[str, Any]) -> None:
+    hidden, text = config["hidden_size"], config["text_hidden_size"]
+    weights.add("talker.model.text_embedding.weight", config["text_vocab_size"], text, std=1.0)
     weights.linear("talker.text_projection.linear_fc1", text, text, bias=True)
     weights.linear("talker.text_projection.linear_fc2", hidden, text, bias=True)
-    weights.add("talker.model.codec_embedding.weight", TALKER["vocab_size"], hidden, std=0.5)
-    weights.qwen3("talker.model", TALKER)
-    weights.linear("talker.codec_head", TALKER["vocab_size"], hidden)
+    weights.add("talker.model.codec_embedding.weight", config["vocab_size"], hidden, std=0.5)
+    weights.qwen3("talker.model", config)
+    weights.linear("talker.codec_head", config["vocab_size"], hidden)
 
     small = PREDICTOR["hidden_size"]
-    weights.linear("talker.code_predictor.small_to_mtp_projection", small, hidden, bias=True)
+    if small != hidden:
+        weights.linear("talker.code_predictor.small_to_mtp_projection", small, hidden, bias=True)
     weights.qwen3("talker.code_predictor.model", PREDICTOR)
     for number in range(PREDICTOR["num_code_groups"] - 1):
         table = f"talker.code_predictor.model.codec_embedding.{number}.weight"
@@ -245,9 +255,8 @@ def _let_speech_end(tensors: dict[str, torch.Tensor]) -> None:
     head[TALKER["codec_eos_token_id"], 0] = EOS_LOGIT
 
 
-def _speaker_encoder(weights: _Weights) -> None:
+def _speaker_encoder(weights: _Weights, config: Mapping[str, Any]) -> None:
     """The ECAPA-TDNN of the base model (arXiv 2005.07143): recording to one embedding."""
-    config = SPEAKER_ENCODER
     first, *middle, last = config["enc_channels"]
     attention, squeeze, parts = config["enc_attention_channels"], config["enc_se_channels"], config["enc_res2net_scale"]
     first_kernel, *kernels, last_kernel = config["enc_kernel_sizes"]

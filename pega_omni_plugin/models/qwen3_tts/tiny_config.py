@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+VARIANTS = ("custom_voice", "voice_design", "base")
+"""Named voices; voices made from a description; clones of a recording, for which ``base`` adds a speaker encoder."""
+
 LANGUAGES = {
     "chinese": 2055,
     "english": 2050,
@@ -89,6 +92,9 @@ TALKER: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 3072,
 }
+NARROW_TALKER: dict[str, Any] = {"hidden_size": PREDICTOR["hidden_size"], "intermediate_size": 96}
+"""What differs in a talker as wide as its predictor."""
+
 SPEAKER_ENCODER: dict[str, Any] = {
     "enc_attention_channels": 8,
     "enc_channels": [16, 16, 16, 16, 48],

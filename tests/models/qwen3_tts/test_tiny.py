@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -13,21 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from pega_omni_plugin.cli import main
 from pega_omni_plugin.models.qwen3_tts import tiny
+from pega_omni_plugin.models.qwen3_tts.tiny_config import VARIANTS
+from tests.goldens import digests, manifest
 
-DIGESTS = {
-    "custom_voice": "5439a4509a02c5357f968f01971a68c6e52df23e70bcb02c6c7e07ab1dbc41b4",
-    "base": "555e8649bd813cab6e80ab05c6b2756e13acef3ea1815f6fb8f6a50f3d6ed522",
-}
-"""Of all files: other environments have to come to these, too."""
-
-
-def digest(folder: Path) -> str:
-    whole = sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        whole.update(str(path.relative_to(folder)).encode())
-        whole.update(path.read_bytes())
-    return whole.hexdigest()
+CASES = manifest()["cases"]
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +27,30 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("variant", tiny.VARIANTS)
-def test_every_write_gives_the_same_bytes(variant: str, tmp_path: Path) -> None:
-    tiny.write(tmp_path / "one", variant=variant)
-    tiny.write(tmp_path / "two", variant=variant)
-    assert digest(tmp_path / "one") == digest(tmp_path / "two") == DIGESTS[variant]
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_are_those_that_the_golden_outputs_were_made_with(case: str, tmp_path: Path) -> None:
+    """Byte for byte, in every environment: the other one was the official package's, with other versions of all."""
+    tiny.write(tmp_path, variant=CASES[case]["variant"], narrow=CASES[case]["narrow"])
+    assert digests(tmp_path) == CASES[case]["files"]
+
+
+def test_every_variant_has_golden_outputs_and_those_that_are_published_in_two_widths_in_both() -> None:
+    assert {case["variant"] for case in CASES.values()} == set(VARIANTS)
+    assert {case["variant"] for case in CASES.values() if case["narrow"]} == {"custom_voice", "base"}
 
 
 def test_an_unknown_variant_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="variant: 'large' is not known; use one of custom_voice, base"):
+    with pytest.raises(ValueError, match="variant: 'large' is not known; use one of custom_voice, voice_design, base"):
         tiny.write(tmp_path / "tiny", variant="large")
     assert not (tmp_path / "tiny").exists()
+
+
+def test_the_command_writes_the_variant_with_dashes_or_underscores(tmp_path: Path) -> None:
+    for name in ("voice-design", "voice_design"):
+        assert main(["make-tiny", "qwen3-tts", str(tmp_path / name), "--variant", name]) == 0
+        assert digests(tmp_path / name) == CASES["voice_design"]["files"]
+    assert main(["make-tiny", "qwen3-tts", str(tmp_path / "narrow"), "--narrow"]) == 0
+    assert digests(tmp_path / "narrow") == CASES["custom_voice_narrow"]["files"]
 
 
 def test_writing_does_not_import_the_serving_stack(tmp_path: Path) -> None:
@@ -57,6 +60,33 @@ def test_writing_does_not_import_the_serving_stack(tmp_path: Path) -> None:
         "sys.exit(any(name.split('.')[0] in ('vllm', 'vllm_omni') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_there_is_a_projection_only_between_different_widths(narrow: bool, tmp_path: Path) -> None:
+    tiny.write(tmp_path, variant="base", narrow=narrow)
+    config = json.loads((tmp_path / "config.json").read_text())
+    talker = config["talker_config"]
+    same = talker["hidden_size"] == talker["code_predictor_config"]["hidden_size"]
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert same == narrow
+    assert config["tts_model_size"] == ("0b6" if narrow else "1b7")
+    assert ("talker.code_predictor.small_to_mtp_projection.weight" in tensors) == (not narrow)
+    # A cloned voice stands in the talker's prompt.
+    assert tensors["speaker_encoder.fc.weight"].shape[0] == talker["hidden_size"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_only_custom_voice_has_voices_and_dialects_and_only_base_a_speaker_encoder(
+    variant: str, tmp_path: Path
+) -> None:
+    tiny.write(tmp_path, variant=variant)
+    talker = json.loads((tmp_path / "config.json").read_text())["talker_config"]
+    named = variant == "custom_voice"
+    assert bool(talker["spk_id"]) == bool(talker["spk_is_dialect"]) == named
+    assert ("sichuan_dialect" in talker["codec_language_id"]) == named
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("speaker_encoder.") for name in tensors) == (variant == "base")
 
 
 def test_prompt_pieces_are_single_tokens_and_text_survives(checkpoint: Path) -> None:
