@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import threading
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -410,38 +410,35 @@ def test_leftovers_of_a_killed_process_go_with_the_next_write(store: VoiceStore)
     assert files(store) == {f"{voice.id}.json", f"{voice.id}.flac"}
 
 
-def _keep_many(folder: Path, worker: int, conflicts: Any) -> None:
-    store = VoiceStore(folder, max_voices=8)
-    for number in range(6):
-        try:
-            keep(store, f"Name {number}", seed=100 * worker + number)
-        except (VoiceConflict, VoiceLimit):
-            conflicts.put((worker, number))
+WRITER = """
+import sys
+from pathlib import Path
+import numpy as np
+from pega_omni_plugin.api.voices import VoiceConflict, VoiceStore
+
+store, worker, refused = VoiceStore(Path(sys.argv[1])), int(sys.argv[2]), 0
+for number in range(20):
+    pcm = np.full(2_400, (20 * worker + number) / 100, dtype=np.float32)
+    try:
+        store.create(name=f"Name {number}", pcm=pcm, transcript=None, description=None, now=0)
+    except VoiceConflict:
+        refused += 1
+print(refused)
+"""
 
 
 def test_processes_that_write_at_once_keep_names_unique_and_files_whole(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    conflicts = context.Queue()
-    workers = [context.Process(target=_keep_many, args=(tmp_path, worker, conflicts)) for worker in range(3)]
-    reader, seen, stop = VoiceStore(tmp_path), [], threading.Event()
-
-    def read() -> None:
-        while not stop.is_set():
-            for voice in reader.list():
-                seen.append(len(reader.audio(voice)))
-
-    thread = threading.Thread(target=read)
-    for worker in workers:
-        worker.start()
-    thread.start()
-    for worker in workers:
-        worker.join()
-    stop.set()
-    thread.join()
-    kept = reader.list()
-    assert sorted(voice.name for voice in kept) == [f"Name {number}" for number in range(6)]
-    assert len([conflicts.get(timeout=5) for _ in range(12)]) == 12
-    assert set(seen) <= {2_400}
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    writers = [
+        subprocess.Popen([*command, str(worker)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) for worker in range(2)
+    ]
+    store = VoiceStore(tmp_path)
+    while any(writer.poll() is None for writer in writers):
+        for voice in store.list():
+            assert len(store.audio(voice)) == 2_400
+    refused = [int(writer.communicate()[0]) for writer in writers]
+    assert sorted(voice.name for voice in store.list()) == sorted(f"Name {number}" for number in range(20))
+    assert sum(refused) == 20
 
 
 def test_the_folder_is_the_one_named_or_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
