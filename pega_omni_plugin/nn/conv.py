@@ -1,13 +1,13 @@
 """Causal convolutions that stream: each call gets new steps only, and what came before is kept per slot.
 
-Tensors are ``[rows, channels, steps]``; a row is one stream, its state lies in a *slot*. A convolution asks ``Histories``
-for room when it is built; in a call, ``Histories.read`` gathers the past of the rows' slots, each convolution joins it to
-its input with ``Pasts.join``, and ``Histories.write`` puts the new past back. However a stream is cut into calls, the
-results are those of the one convolution with zeros on its left.
+Tensors are ``[rows, channels, steps]``; a row is one stream, whose state lies in a *slot*. A convolution asks
+``Histories`` for room when it is built. In a call, ``Histories.read`` gathers the past of the rows' slots, each
+convolution joins it to its input with ``Pasts.join``, and ``Histories.write`` puts the new past back. However a stream
+is cut into calls, the results are those of one convolution with zeros on its left.
 
-*Offsets.* Adding a constant to each channel costs a pass over memory. A layer may leave it out and say so in ``offset``:
-what it returns plus ``offset`` is what it means. The next convolution counts it into its bias, and its padding, zero as
-meant, is ``-offset`` as given.
+*Offsets.* Adding a constant to each channel costs a pass over memory. A layer may leave it out and say so in
+``offset``: what it returns plus ``offset`` is what it means. The next convolution counts it into its bias, and its
+padding, zero as meant, is ``-offset`` as given.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Pasts:
 
 
 class CausalConv:
-    """A convolution of stride 1 with ``(kernel - 1) * dilation`` steps of past, ``[rows, in, steps]`` to ``[.., out, ..]``.
+    """A convolution of stride 1, ``[rows, in, steps]`` to ``[rows, out, steps]``; its past is of span - 1 steps.
 
     Args:
         weight: ``[out, in, kernel]``, as ``torch.nn.Conv1d`` has it.
@@ -133,11 +133,11 @@ class CausalConv:
 
 
 class CausalUpsampling:
-    """A transposed convolution whose kernel is twice its stride, ``[rows, in, steps]`` to ``[rows, out, steps * stride]``.
+    """A transposed convolution of kernel 2 * stride, ``[rows, in, steps]`` to ``[rows, out, steps * stride]``.
 
-    Trimmed by one stride on the right, it is causal: outputs ``t * stride`` to ``(t + 1) * stride - 1`` depend on inputs
-    ``t`` and ``t - 1``. So it is a convolution of kernel 2 with ``stride`` times the channels, which are then laid out
-    in time; its state is one input step.
+    Trimmed by one stride on the right, it is causal: the outputs from ``t * stride`` to ``(t + 1) * stride - 1`` depend
+    on the inputs ``t`` and ``t - 1``. So it is a convolution of kernel 2 with ``stride`` times the channels, which are
+    then laid out in time; its past is one step.
 
     Args:
         weight: ``[in, out, 2 * stride]``, as ``torch.nn.ConvTranspose1d`` has it.
@@ -164,12 +164,12 @@ class CausalUpsampling:
 class SnakeBeta:
     """``x + sin²(e^alpha x) / (e^beta + 1e-9)`` per channel (arXiv 2006.08195; a magnitude of its own as in BigVGAN).
 
-    Computed as ``x - h cos(f x) + h`` with ``f = 2 e^alpha`` and ``h = 1 / (2 (e^beta + 1e-9))``; the last ``h`` is left
-    to ``offset``. In dtypes narrower than float32 it is added, since rounding beside a large ``h`` would take the small
-    values. The inside is float32 always.
+    Computed as ``x - h cos(f x) + h`` with ``f = 2 e^alpha`` and ``h = 1 / (2 (e^beta + 1e-9))``; the last ``h`` is
+    left to ``offset``. In a dtype narrower than the parameters' it is added, since rounding beside a large ``h`` would
+    take the small values.
 
     Args:
-        alpha, beta: ``[channels]``, float32.
+        alpha, beta: ``[channels]``, in the dtype of the inside: float32, or float64.
         dtype: of input and result.
         offset: ``[channels]``, of the input (see the module).
         scaled: input and result are ``factor`` (``f``, ``[channels]``) times what they mean, which the products before
@@ -188,12 +188,13 @@ class SnakeBeta:
             half = half * self.factor
         self._magnitude = -half[:, None]
         lift = half if offset is None else half + offset
-        self._lift = None if dtype == torch.float32 else lift[:, None]
-        self.offset = lift if dtype == torch.float32 else None
+        exact = dtype == alpha.dtype
+        self._lift = None if exact else lift[:, None]
+        self.offset = lift if exact else None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._frequency is None:
-            wave = torch.cos(x.float())
+            wave = torch.cos(x.to(self._magnitude.dtype))
         else:
             wave = x * self._frequency
             if self._phase is not None:

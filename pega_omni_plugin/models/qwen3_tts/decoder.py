@@ -32,7 +32,7 @@ class CodecDecoder:
     @torch.inference_mode()
     def __init__(self, config: CodecConfig, weights: Weights, slots: int) -> None:
         exact = copy.copy(weights)
-        exact.dtype = torch.float32
+        exact.dtype = torch.promote_types(weights.dtype, torch.float32)
         self._window = config.window
         self._histories = Histories(slots, weights.dtype, weights.device)
         self._quantizer = _Quantizer(config, exact, weights.dtype)
@@ -64,7 +64,7 @@ class CodecDecoder:
         """
         if codes.shape[1] <= self._window:
             return self._decode(codes, slots)
-        return torch.cat([self._decode(piece, slots) for piece in codes.split(self._window, 1)], 1)
+        return torch.cat([self._decode(piece, slots) for piece in torch.split(codes, self._window, 1)], 1)
 
     def _decode(self, codes: Tensor, slots: Tensor) -> Tensor:
         pasts = self._histories.read(slots)
@@ -131,28 +131,25 @@ class _Transformer:
         self._hidden, self._latent, self._eps = hidden, latent, dims.eps
         self._window = config.window
         self._heads, self._kv_heads, self._head_dim = dims.heads, dims.kv_heads, dims.head_dim
-        all_heads = dims.heads + 2 * dims.kv_heads
-        even = torch.arange(0, dims.head_dim, 2, dtype=torch.float32, device=weights.device)
-        self._frequencies = torch.zeros(all_heads, dims.head_dim // 2, device=weights.device)
+        device, exact = weights.device, weights.dtype
+        even = torch.arange(0, dims.head_dim, 2, dtype=torch.float32, device=device)
+        # Values are turned by nothing, so that one product turns all heads.
+        self._frequencies = torch.zeros(dims.heads + 2 * dims.kv_heads, dims.head_dim // 2, dtype=exact, device=device)
         self._frequencies[: dims.heads + dims.kv_heads] = 1.0 / dims.rope_theta ** (even / dims.head_dim)
-        self._one = torch.ones((), device=weights.device)
-        self._open = torch.zeros((), dtype=dtype, device=weights.device)
-        self._shut = torch.full((), -torch.inf, dtype=dtype, device=weights.device)
-        self._position = torch.zeros(slots + 1, dtype=torch.int64, device=weights.device)
+        self._one = torch.ones((), dtype=exact, device=device)
+        self._open = torch.zeros((), dtype=dtype, device=device)
+        self._shut = torch.full((), -torch.inf, dtype=dtype, device=device)
+        self._steps = torch.arange(1 - self._window, self._window, device=device)
+        self._position = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._ring = torch.zeros(
-            dims.layers,
-            (slots + 1) * self._window,
-            2 * dims.kv_heads,
-            dims.head_dim,
-            dtype=dtype,
-            device=weights.device,
+            dims.layers, (slots + 1) * self._window, 2 * dims.kv_heads, dims.head_dim, dtype=dtype, device=device
         )
-        self._steps = torch.arange(1 - self._window, self._window, device=weights.device)
 
     def reset(self, slots: Tensor) -> None:
         self._position.index_fill_(0, slots, 0)
         # Weighed with zero, but not if it is infinite.
-        self._ring.unflatten(1, (-1, self._window)).index_fill_(1, slots, 0)
+        layers, _, heads, dim = self._ring.shape
+        self._ring.view(layers, -1, self._window * heads, dim).index_fill_(1, slots, 0)
 
     def __call__(self, x: Tensor, slots: Tensor, pasts: Pasts) -> Tensor:
         """``[rows, codebook_dim, frames]`` to ``[rows, frames * ratio, latent]``, at most ``window`` frames."""
@@ -181,7 +178,9 @@ class _Transformer:
             new.unbind(),
             strict=True,
         ):
-            heads = torch.view_as_complex(torch.mm(self._norm(x), layer.qkv).float().view(*turn.shape, 2)) * turn
+            heads = (
+                torch.view_as_complex(torch.mm(self._norm(x), layer.qkv).to(angles.dtype).view(*turn.shape, 2)) * turn
+            )
             qkv = torch.view_as_real(heads).view(rows, frames, -1, self._head_dim)
             fresh.copy_(qkv[:, :, self._heads :])
             q = qkv[:, :, : self._heads].transpose(1, 2).to(k.dtype)
