@@ -54,8 +54,8 @@ _UNKNOWN_FRAMES = 2**63 - 1
 
 
 class RecordingError(ValueError):
-    """A recording cannot be used; the message says what is wrong and what is allowed. It names no field, for it is the
-    caller who knows which one the recording came in."""
+    """A recording cannot be used. The message says what is wrong and what is allowed, and reads on from the name of the
+    field that the recording came in, which only the caller knows: "is too short: ..."."""
 
 
 @dataclass(frozen=True)
