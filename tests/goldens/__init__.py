@@ -11,10 +11,10 @@ import numpy as np
 
 FOLDER = Path(__file__).parent / "qwen3_tts"
 MANIFEST = FOLDER / "manifest.json"
-COLUMN_STRIDE = 61
-"""Of each row of logits every 61st is kept, and the logarithm of the sum of all exponentials."""
+COLUMN_STRIDE = 127
+"""Of each row of logits every 127th is kept, and the logarithm of the sum of all exponentials."""
 PCM_STRIDE = 61
-CODEC_PCM_STRIDE = 11
+CODEC_PCM_STRIDE = 13
 """Of a waveform one sample in so many is kept: prime to 1920, so that every phase of a frame is met."""
 REFERENCE_RATE = 24_000
 

@@ -10,6 +10,9 @@ All in float32 (the talker's weights are stored in bfloat16 and widened) on one 
 another code: ``margin``, the smallest distance between the two likeliest scores (greedy) or between a draw and the edge
 of its code's share of the cumulated probabilities (sampled).
 
+Random weights make the end of speech likely everywhere. ``min_frames`` of a request holds it back for so many frames,
+by the rule with which the package holds it back for two (``min_new_tokens``).
+
 ``CASE.npz``, one of each variant and width, has for each request, as ``REQUEST/NAME``:
 
     input_ids, instruct_ids, ref_ids    [tokens] of the whole templates; the latter two where there are such texts
@@ -62,42 +65,55 @@ from tests.goldens import (
     uniforms,
 )
 
-GREEDY_FRAMES = 12
 SAMPLED_FRAMES = 8
 PREDICTOR_FRAMES = 2
 CODEC_FRAMES = 30
 LEAST_DRAW_MARGIN = 2e-5
 """Uniforms that come closer to the edge between two codes are replaced: rounding would decide."""
 
-REFERENCE_TEXT = "So be it."
+REFERENCE_TEXT = "So be."
 GREEDY = {"do_sample": False, "subtalker_dosample": False}
 OTHER_SAMPLING = {
     "temperature": 0.6,
-    "top_k": 30,
+    "top_k": 0,
     "top_p": 0.8,
     "repetition_penalty": 1.5,
     "subtalker_temperature": 1.2,
-    "subtalker_top_k": 0,
+    "subtalker_top_k": 100,
     "subtalker_top_p": 0.7,
 }
 
-# ``record``: "ids", also the "prompt", also "greedy" or "sampled" codes. Everything else is passed to the package.
+# ``record``: "ids", also the "prompt", also "greedy" codes; or "sampled" ones. All but ``min_frames`` is passed on to
+# the package.
 CUSTOM_VOICE: dict[str, dict[str, Any]] = {
-    "english": {"record": "greedy", "text": "Hello there.", "speaker": "vivian", "language": "English"},
-    "chinese": {"record": "greedy", "text": "你好。", "speaker": "Serena", "language": "Chinese"},
+    "english": {
+        "record": "greedy",
+        "min_frames": 12,
+        "text": "Hello there.",
+        "speaker": "vivian",
+        "language": "English",
+    },
+    "chinese": {"record": "prompt", "text": "你好。", "speaker": "Serena", "language": "Chinese"},
     "auto": {"record": "prompt", "text": "Hi, Ryan.", "speaker": "ryan"},
-    "instruction": {"record": "greedy", "text": "Fine.", "speaker": "aiden", "instruct": "Whisper."},
+    "instruction": {"record": "greedy", "min_frames": 4, "text": "Fine.", "speaker": "aiden", "instruct": "Whisper."},
     "dialect_auto": {"record": "prompt", "text": "Well.", "speaker": "eric", "language": "auto"},
     "dialect_chinese": {"record": "prompt", "text": "好", "speaker": "Dylan", "language": "Chinese"},
     "dialect_english": {"record": "prompt", "text": "Well.", "speaker": "eric", "language": "English"},
-    "streaming": {"record": "greedy", "text": "Go on.", "speaker": "sohee", "non_streaming_mode": False},
+    "ending": {"record": "greedy", "text": "Bye.", "speaker": "ryan"},
+    "streaming": {
+        "record": "greedy",
+        "min_frames": 12,
+        "text": "Go on.",
+        "speaker": "sohee",
+        "non_streaming_mode": False,
+    },
     "one_token": {"record": "prompt", "text": "a", "speaker": "sohee", "non_streaming_mode": False},
     "spaces": {"record": "ids", "text": "  two \n\n lines\t\n", "speaker": "ryan"},
     "emoji": {"record": "ids", "text": "Wow 👋🏽 (ﾉ◕ヮ◕)ﾉ!", "speaker": "ryan"},
     "decomposed": {"record": "ids", "text": "cafe\u0301 ﬁ Å", "speaker": "ryan"},
     "merges": {"record": "ids", "text": "the user and\nthe assistant sing, It'S 2026 …", "speaker": "ryan"},
     "sampled": {"record": "sampled", "text": "Hello there.", "speaker": "vivian", "language": "English"},
-    "sampled_otherwise": {"record": "sampled", "text": "Hi.", "speaker": "ryan", **OTHER_SAMPLING},
+    "sampled_otherwise": {"record": "sampled", "min_frames": 8, "text": "Hi.", "speaker": "ryan", **OTHER_SAMPLING},
 }
 CUSTOM_VOICE_NARROW: dict[str, dict[str, Any]] = {
     "english": CUSTOM_VOICE["english"],
@@ -106,16 +122,28 @@ CUSTOM_VOICE_NARROW: dict[str, dict[str, Any]] = {
     "sampled": CUSTOM_VOICE["sampled"],
 }
 VOICE_DESIGN: dict[str, dict[str, Any]] = {
-    "described": {"record": "greedy", "text": "Hello.", "instruct": "An old man.", "language": "English"},
+    "described": {
+        "record": "greedy",
+        "min_frames": 4,
+        "text": "Hello.",
+        "instruct": "An old man.",
+        "language": "English",
+    },
     "undescribed": {"record": "prompt", "text": "Hello.", "instruct": ""},
     "streaming": {"record": "prompt", "text": "好的。", "instruct": "Old", "non_streaming_mode": False},
 }
 BASE: dict[str, dict[str, Any]] = {
     # Of text and recording either may be the longer one, as tokens and as frames.
-    "short": {"record": "greedy", "text": "Oh.", "language": "English"},
-    "long": {"record": "greedy", "text": "This is longer than that."},
-    "long_non_streaming": {"record": "greedy", "text": "Longer than.", "non_streaming_mode": True},
-    "speaker": {"record": "greedy", "text": "Hello.", "language": "Chinese", "x_vector_only_mode": True},
+    "short": {"record": "greedy", "min_frames": 4, "text": "Oh.", "language": "English"},
+    "long": {"record": "greedy", "min_frames": 12, "text": "This is longer than that."},
+    "long_non_streaming": {"record": "prompt", "text": "Longer.", "non_streaming_mode": True},
+    "speaker": {
+        "record": "greedy",
+        "min_frames": 12,
+        "text": "Hello.",
+        "language": "Chinese",
+        "x_vector_only_mode": True,
+    },
     "speaker_non_streaming": {
         "record": "prompt",
         "text": "Hello.",
@@ -169,6 +197,7 @@ class Recorder:
         self.rows: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the talker: what its head reads and gives
         self.predictor_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.answers: Any = None
+        self.min_frames = 0
 
         def keep(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., None]:
             def hook(_: object, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -182,8 +211,8 @@ class Recorder:
         generate = self.talker.generate
 
         def watched(**arguments: Any) -> Any:
-            self.given = arguments
-            self.answers = generate(**arguments)
+            self.given = arguments | {"min_new_tokens": max(self.min_frames, arguments["min_new_tokens"])}
+            self.answers = generate(**self.given)
             return self.answers
 
         self.talker.generate = watched
@@ -214,7 +243,10 @@ class Recorder:
         arrays["tts_pad"] = self.given["tts_pad_embed"][0, 0].numpy()
         return arrays, told
 
-    def _request(self, record: str, **request: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def _request(
+        self, record: str, min_frames: int = 2, **request: Any
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        self.min_frames = min_frames
         if record == "sampled":
             for seed in range(100):
                 draws = Draws(uniforms(seed, SAMPLED_FRAMES + 1))
@@ -225,7 +257,7 @@ class Recorder:
             arrays = {key: found[key] for key in kept} | {"uniforms": draws.uniforms[: len(found["first_codes"])]}
             return arrays, {"margin": draws.margin, "uniforms_seed": seed}
         draws = Draws(None)
-        found = self._generate(draws, request | GREEDY, GREEDY_FRAMES if record == "greedy" else 2)
+        found = self._generate(draws, request | GREEDY, min_frames)
         ids = [key for key in found if key.endswith("_ids")]
         kept = {"ids": ids, "prompt": [*ids, "prompt", "trailing"], "greedy": list(found)}[record]
         return {key: found[key] for key in kept}, {"margin": draws.margin} if record == "greedy" else {}

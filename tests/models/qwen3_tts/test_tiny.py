@@ -21,17 +21,23 @@ CASES = manifest()["cases"]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
-    return folder
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One folder a case of the golden outputs."""
+    folders = {case: tmp_path_factory.mktemp(case) for case in CASES}
+    for case, folder in folders.items():
+        tiny.write(folder, variant=CASES[case]["variant"], narrow=CASES[case]["narrow"])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: dict[str, Path]) -> Path:
+    return checkpoints["custom_voice"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_files_are_those_that_the_golden_outputs_were_made_with(case: str, tmp_path: Path) -> None:
+def test_the_files_are_those_that_the_golden_outputs_were_made_with(case: str, checkpoints: dict[str, Path]) -> None:
     """Byte for byte, in every environment: the other one was the official package's, with other versions of all."""
-    tiny.write(tmp_path, variant=CASES[case]["variant"], narrow=CASES[case]["narrow"])
-    assert digests(tmp_path) == CASES[case]["files"]
+    assert digests(checkpoints[case]) == CASES[case]["files"]
 
 
 def test_every_variant_has_golden_outputs_and_those_that_are_published_in_two_widths_in_both() -> None:
@@ -62,31 +68,26 @@ def test_writing_does_not_import_the_serving_stack(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_there_is_a_projection_only_between_different_widths(narrow: bool, tmp_path: Path) -> None:
-    tiny.write(tmp_path, variant="base", narrow=narrow)
-    config = json.loads((tmp_path / "config.json").read_text())
-    talker = config["talker_config"]
-    same = talker["hidden_size"] == talker["code_predictor_config"]["hidden_size"]
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert same == narrow
+@pytest.mark.parametrize("case", CASES)
+def test_there_is_a_projection_only_between_different_widths(case: str, checkpoints: dict[str, Path]) -> None:
+    config = json.loads((checkpoints[case] / "config.json").read_text())
+    talker, narrow = config["talker_config"], CASES[case]["narrow"]
+    tensors = load_file(checkpoints[case] / "model.safetensors")
+    assert (talker["hidden_size"] == talker["code_predictor_config"]["hidden_size"]) == narrow
     assert config["tts_model_size"] == ("0b6" if narrow else "1b7")
     assert ("talker.code_predictor.small_to_mtp_projection.weight" in tensors) == (not narrow)
-    # A cloned voice stands in the talker's prompt.
-    assert tensors["speaker_encoder.fc.weight"].shape[0] == talker["hidden_size"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_only_custom_voice_has_voices_and_dialects_and_only_base_a_speaker_encoder(
-    variant: str, tmp_path: Path
-) -> None:
-    tiny.write(tmp_path, variant=variant)
-    talker = json.loads((tmp_path / "config.json").read_text())["talker_config"]
-    named = variant == "custom_voice"
-    assert bool(talker["spk_id"]) == bool(talker["spk_is_dialect"]) == named
-    assert ("sichuan_dialect" in talker["codec_language_id"]) == named
-    tensors = load_file(tmp_path / "model.safetensors")
+@pytest.mark.parametrize("case", CASES)
+def test_only_custom_voice_has_voices_and_only_base_a_speaker_encoder(case: str, checkpoints: dict[str, Path]) -> None:
+    talker = json.loads((checkpoints[case] / "config.json").read_text())["talker_config"]
+    variant = CASES[case]["variant"]
+    assert bool(talker["spk_id"]) == bool(talker["spk_is_dialect"]) == (variant == "custom_voice")
+    assert ("sichuan_dialect" in talker["codec_language_id"]) == (variant == "custom_voice")
+    tensors = load_file(checkpoints[case] / "model.safetensors")
     assert any(name.startswith("speaker_encoder.") for name in tensors) == (variant == "base")
+    if variant == "base":  # a cloned voice stands in the talker's prompt
+        assert tensors["speaker_encoder.fc.weight"].shape[0] == talker["hidden_size"]
 
 
 def test_prompt_pieces_are_single_tokens_and_text_survives(checkpoint: Path) -> None:
