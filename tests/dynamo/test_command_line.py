@@ -29,9 +29,10 @@ def test_a_checkpoint_goes_by_its_directory_and_a_hub_model_by_its_name(tmp_path
 
 
 def test_a_model_without_a_program_is_refused_by_its_type(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'llama'.*piper, sim"):
+    with pytest.raises(ConfigError, match=r"'llama'.*piper, qwen3_tts, sim"):
         check_model(str(checkpoint(tmp_path / "other", "llama")))
     check_model(str(program_directory("sim")))
+    check_model(str(checkpoint(tmp_path / "speech", "qwen3_tts")))
     check_model("owner/unknown")
 
 
@@ -43,5 +44,5 @@ def test_a_status_port_that_dynamo_cannot_take_is_refused(port: str, monkeypatch
 
 
 def test_an_unknown_stage_file_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(SystemExit, match=r"nowhere.*piper, sim"):
+    with pytest.raises(SystemExit, match=r"nowhere.*piper, qwen3_tts.*, sim"):
         main(["--model", "sim", "--stage-configs-path", "nowhere"])

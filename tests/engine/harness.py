@@ -21,11 +21,14 @@ from vllm_omni.request import OmniRequest
 from pega_omni_plugin.engine import config, scheduler
 from pega_omni_plugin.engine.program import (
     Admission,
+    CharacterFront,
     FatalProgramError,
+    Front,
     Part,
     PartConfig,
     Pcm,
     ProgramInfo,
+    Prompt,
     Speech,
     StepOutput,
     Voice,
@@ -39,6 +42,9 @@ FRAME = 80
 """Samples; at 1000 Hz a frame lasts 80 ms."""
 
 RATE = 1000
+
+CHECKPOINT = Path(__file__).parent
+"""A directory, as models are; the program reads nothing in it."""
 
 
 def speech(number: int, *pieces: int, **extra: Any) -> Speech:
@@ -64,6 +70,7 @@ class Held:
     """What the program knows of a leased slot."""
 
     speech: Speech
+    prompt: Prompt
     steps: int = 0
     made: int = 0
     over: bool = False
@@ -102,6 +109,10 @@ class CheckedProgram:
     def load(cls, checkpoint: Path, options: Any, parts: Mapping[Part, PartConfig], slots: int) -> Self:
         return cls(slots)
 
+    @classmethod
+    def front(cls, checkpoint: Path, options: Any, info: ProgramInfo) -> Front:
+        return CharacterFront(info)
+
     def prefill(self, batch: Sequence[Admission]) -> None:
         self.prefilled.append([one.speech.seed for one in batch])
         self._check(len({one.slot for one in batch}) == len(batch) > 0, f"prefill of {batch}")
@@ -110,7 +121,7 @@ class CheckedProgram:
             self._check(1 <= one.slot <= self.slots, f"prefill of slot {one.slot}")
             self._check(one.slot not in self.held or one.slot in again, f"prefill of slot {one.slot}, not released")
             self.events.append(("prefill", one.slot))
-            self.held[one.slot] = Held(one.speech)
+            self.held[one.slot] = Held(one.speech, one.prompt)
             if one.speech.extra.get("fail") == "prefill":
                 self.held[one.slot].over = True
                 raise ValueError(f"cannot say {one.speech.seed}")
@@ -190,15 +201,15 @@ class Engine:
         self.plans: list[Plan] = []
         self.worker = ProgramWorker.__new__(ProgramWorker)
         self.worker.vllm_config = SimpleNamespace(
-            additional_config=section, model_config=SimpleNamespace(model="checkpoint")
+            additional_config=section, model_config=SimpleNamespace(model=str(CHECKPOINT))
         )
         self.worker.load_model()
         self.scheduler = ProgramScheduler(self.worker.vllm_config)
         assert isinstance(self.worker.program, CheckedProgram)
         self.program: CheckedProgram = self.worker.program
 
-    def add(self, spoken: Speech, units: int = 1, client: int = 0) -> str:
-        return self.add_raw(f"r{spoken.seed}", encode_speech(spoken, units), client)
+    def add(self, spoken: Speech, units: int = 1, client: int = 0, **data: Any) -> str:
+        return self.add_raw(f"r{spoken.seed}", encode_speech(spoken, Prompt(units, data)), client)
 
     def add_raw(self, name: str, information: dict[str, Any] | None, client: int = 0) -> str:
         request = OmniRequest(

@@ -18,15 +18,19 @@ from vllm_omni.engine.serialization import serialize_additional_information
 
 from pega_omni_plugin.engine.client import EngineClient, runs_our_program
 from pega_omni_plugin.engine.errors import CallFailed, EngineBusy, EngineDead, EngineTimeout, RequestFailed
-from pega_omni_plugin.engine.program import Speech
+from pega_omni_plugin.engine.program import CharacterFront, Prompt, Speech
 from pega_omni_plugin.engine.wire import Ending, decode_speech, encode_ending, encode_info
 from pega_omni_plugin.models.sim.program import SimOptions, SimProgram
 from tests.bench.virtual_time import run
 
 INFO = SimProgram(SimOptions()).info
 SPEECH = Speech("Hello.", "alloy", seed=1)
+PROMPT = Prompt(6, {"text_ids": [1, 2]})
 DESCRIPTION = {
     "info": orjson.loads(encode_info(INFO)),
+    "checkpoint": "/models/sim",
+    "program": "sim",
+    "options": {},
     "slots": 2,
     "queue": 1,
     "stall_seconds": 60.0,
@@ -120,13 +124,13 @@ def engine_process() -> Iterator[BaseProcess]:
 async def test_a_request_carries_the_speech_and_brings_audio_and_ending_back() -> None:
     omni = FakeOmni([output(1, 2), output(), output(3, ending=Ending("length", 9))])
     speaking = client(omni)
-    async with speaking.speak(SPEECH) as stream:
+    async with speaking.speak(SPEECH, PROMPT) as stream:
         pieces = [pcm async for pcm in stream]
     assert [pcm.tolist() for pcm in pieces] == [[1, 2], [3]]
     assert {pcm.dtype for pcm in pieces} == {np.dtype(np.int16)}
     assert stream.ending == Ending("length", 9)
     payload = serialize_additional_information(omni.prompts[0]["additional_information"])
-    assert decode_speech(payload) == (SPEECH, len(SPEECH.input))
+    assert decode_speech(payload) == (SPEECH, PROMPT)
     assert omni.aborted == 0
 
 
@@ -134,15 +138,22 @@ async def test_requests_have_names_of_their_own() -> None:
     omni = FakeOmni([output(1, ending=Ending("stop", 1))])
     speaking = client(omni)
     for _ in range(2):
-        async with speaking.speak(SPEECH) as stream:
+        async with speaking.speak(SPEECH, PROMPT) as stream:
             assert len([pcm async for pcm in stream]) == 1
     assert len(set(omni.names)) == 2
+
+
+async def test_the_front_is_that_of_the_program_that_the_engine_describes() -> None:
+    front = client(FakeOmni()).front
+    assert isinstance(front, CharacterFront)
+    assert front.prepare(SPEECH).units == len(SPEECH.input)
+    assert front.sample()[0].voice == INFO.default_voice
 
 
 async def test_leaving_the_block_early_aborts_the_request() -> None:
     omni = FakeOmni([output(1)])
     speaking = client(omni)
-    async with speaking.speak(SPEECH) as stream:
+    async with speaking.speak(SPEECH, PROMPT) as stream:
         await anext(stream)
     assert await speaking.drained(1)
     assert omni.aborted == 1
@@ -152,24 +163,27 @@ async def test_leaving_the_block_early_aborts_the_request() -> None:
 async def test_all_slots_and_the_queue_full_is_busy_at_once_until_one_leaves() -> None:
     omni = FakeOmni()
     speaking = client(omni)
-    first = speaking.speak(SPEECH)
+    first = speaking.speak(SPEECH, PROMPT)
     await first.__aenter__()
-    async with speaking.speak(SPEECH), speaking.speak(SPEECH):
+    async with speaking.speak(SPEECH, PROMPT), speaking.speak(SPEECH, PROMPT):
         await asyncio.sleep(0)
         with pytest.raises(EngineBusy, match="2 requests run and 1 wait"):
-            async with speaking.speak(SPEECH):
+            async with speaking.speak(SPEECH, PROMPT):
                 raise AssertionError("there was room for a fourth request")
+        with pytest.raises(EngineBusy, match="2 requests run and 1 wait"):
+            speaking.check_room()
         assert (len(omni.prompts), speaking.in_flight) == (3, 3)
         await first.__aexit__(None, None, None)
         await until(lambda: speaking.in_flight == 2)
-        async with speaking.speak(SPEECH):
+        speaking.check_room()
+        async with speaking.speak(SPEECH, PROMPT):
             assert speaking.in_flight == 3
 
 
 @pytest.mark.parametrize("error", [RuntimeError("row is bad"), ValueError("row is bad")])
 async def test_a_failure_of_the_request_is_told_after_the_audio_before_it(error: Exception) -> None:
     speaking = client(FakeOmni([output(1), error]))
-    async with speaking.speak(SPEECH) as stream:
+    async with speaking.speak(SPEECH, PROMPT) as stream:
         assert (await anext(stream)).tolist() == [1]
         with pytest.raises(RequestFailed, match="row is bad"):
             await anext(stream)
@@ -178,7 +192,7 @@ async def test_a_failure_of_the_request_is_told_after_the_audio_before_it(error:
 async def test_an_ending_without_a_reason_is_a_failure_and_no_whole_answer() -> None:
     finished = output(1)
     finished.finished = True
-    async with client(FakeOmni([finished])).speak(SPEECH) as stream:
+    async with client(FakeOmni([finished])).speak(SPEECH, PROMPT) as stream:
         await anext(stream)
         with pytest.raises(RequestFailed):
             await anext(stream)
@@ -217,7 +231,7 @@ def test_draining_waits_for_requests_as_long_as_it_may() -> None:
     async def story() -> None:
         speaking = client(FakeOmni())
         assert await speaking.drained(5)
-        async with speaking.speak(SPEECH):
+        async with speaking.speak(SPEECH, PROMPT):
             assert not await speaking.drained(5)
             assert asyncio.get_running_loop().time() == pytest.approx(5)
         assert await speaking.drained(5)
@@ -251,7 +265,7 @@ async def test_the_death_of_the_engine_process_fails_every_stream_and_call_and_i
     speaking.on_death = told.append
 
     async def hear() -> None:
-        async with speaking.speak(SPEECH) as stream:
+        async with speaking.speak(SPEECH, PROMPT) as stream:
             async for _ in stream:
                 pass
 
@@ -266,8 +280,10 @@ async def test_the_death_of_the_engine_process_fails_every_stream_and_call_and_i
     assert told[0] is speaking.dead
     assert f"{engine_process.pid}" in str(told[0])
     with pytest.raises(EngineDead):
-        async with speaking.speak(SPEECH):
+        async with speaking.speak(SPEECH, PROMPT):
             raise AssertionError("a dead engine took a request")
+    with pytest.raises(EngineDead):
+        speaking.check_room()
     with pytest.raises(EngineDead):
         await speaking.call("stats")
     assert await speaking.drained(10)
@@ -310,7 +326,7 @@ def test_our_programs_are_told_by_their_scheduler(schedulers: list[str | None], 
 async def test_a_request_that_is_made_but_not_read_still_counts() -> None:
     """Or callers that do not read would fill the memory, each with a whole answer, past every limit."""
     speaking = client(FakeOmni([output(1, ending=Ending("stop", 1))]))
-    async with speaking.speak(SPEECH) as stream:
+    async with speaking.speak(SPEECH, PROMPT) as stream:
         await until(lambda: not speaking._pumps)
         assert speaking.in_flight == 1
         assert len([pcm async for pcm in stream]) == 1

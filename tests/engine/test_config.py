@@ -17,6 +17,7 @@ from pega_omni_plugin.engine.config import (
     find_stage_file,
     is_program_file,
     load_stage_file,
+    make_front,
     parse_engine,
     parse_options,
     program_class,
@@ -44,9 +45,9 @@ def refusal(path: Path) -> str:
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
 def test_packaged_stage_files_are_right(path: Path) -> None:
-    config = load_stage_file(path)
-    pipeline = yaml.safe_load(path.read_text())["pipeline"]
-    assert PIPELINES[pipeline] == config.program
+    from vllm_omni.config.stage_config import resolve_deploy_yaml
+
+    assert PIPELINES[resolve_deploy_yaml(path)["pipeline"]] == load_stage_file(path).program
 
 
 def test_each_program_has_a_stage_file_a_pipeline_and_a_name_that_files_may_use() -> None:
@@ -78,7 +79,7 @@ def test_parts_and_options_become_their_types() -> None:
     ("section", "said"),
     [
         ({}, "program: Field required"),
-        ({"program": "simm"}, "'sim' or 'piper' (got 'simm')"),
+        ({"program": "simm"}, "'sim', 'piper' or 'qwen3_tts' (got 'simm')"),
         ({"program": "sim", "queu": 3}, "unknown key 'queu'; known: chunks, options, parts"),
         ({"program": "sim", "slots": 0}, "slots: Input should be greater than or equal to 1 (got 0)"),
         ({"program": "sim", "slots": 4097}, "slots: Input should be less than or equal to 4096 (got 4097)"),
@@ -98,6 +99,7 @@ def test_parts_and_options_become_their_types() -> None:
             {"program": "sim", "parts": {"codec": {"devise": "cpu"}}},
             "unknown key 'parts.codec.devise'; known: device, dtype, graphs",
         ),
+        ({"program": "sim", "parts": {"codec": {"dtype": "float16"}}}, "parts.codec.dtype: Input should be 'auto', "),
         ({"program": "sim", "options": {"rate": 1}}, "unknown key 'rate'; known: frame_rate, frames"),
         ({"program": "sim", "options": {"max_frames": "many"}}, ".options: max_frames: "),
         ({"program": "sim", "options": {"frame_rate": 0}}, "frame_rate must be a number from 0.001"),
@@ -110,6 +112,18 @@ def test_each_wrong_key_is_named_with_what_is_allowed(section: dict[str, Any], s
         parse_engine(section, "stages[0]")
     assert str(raised.value).startswith("stages[0]")
     assert said in str(raised.value)
+
+
+def test_a_part_of_which_nothing_is_said_chooses_for_itself() -> None:
+    assert parse_engine({"program": "sim", "parts": {"codec": {}}}, "x").parts == {
+        "codec": PartConfig(device="auto", dtype="auto", graphs=True)
+    }
+
+
+def test_a_front_that_an_engine_describes_with_wrong_options_is_refused_by_name() -> None:
+    described = {"program": "sim", "options": {"rate": 1}, "checkpoint": "models/sim"}
+    with pytest.raises(ConfigError, match="options: unknown key 'rate'"):
+        make_front(described, SimProgram(SimOptions()).info)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -217,7 +231,7 @@ def test_stage_files_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: 
     own = write(tmp_path, {}, "mine.yaml")
     assert find_stage_file("mine.yaml") == own.resolve()
     assert find_stage_file("sim") == find_stage_file("sim.yaml") == STAGE_CONFIGS / "sim.yaml"
-    with pytest.raises(ConfigError, match=r"'sym'.*there are: .*piper, sim"):
+    with pytest.raises(ConfigError, match=r"'sym'.*there are: .*piper, .*sim"):
         find_stage_file("sym")
     with pytest.raises(ConfigError, match="no such file"):
         find_stage_file("elsewhere/sim")

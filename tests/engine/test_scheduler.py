@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 from vllm_omni.engine import AdditionalInformationEntry, AdditionalInformationPayload
 
 from pega_omni_plugin.engine import outbox, worker
-from pega_omni_plugin.engine.program import Speech
+from pega_omni_plugin.engine.program import Prompt, Speech
 from pega_omni_plugin.engine.scheduler import ProgramScheduler
 from pega_omni_plugin.engine.shared import PROCESS
 from pega_omni_plugin.engine.wire import Ending, decode_ending
@@ -85,6 +85,42 @@ def test_ending_says_why_and_counts_frames_started(engine: Engine) -> None:
     engine.run()
     assert engine.heard[name].finish_reason is FinishReason.STOP
     assert decode_ending(engine.heard[name].stop_reason) == Ending("length", 3)
+
+
+def test_requests_that_ended_are_counted_by_the_reason(engine: Engine) -> None:
+    for number, reason in enumerate(["stop", "length", "stop", "repetition", "silence", "stop"]):
+        engine.add(speech(number, FRAME, finish=reason))
+    engine.add(speech(7, FRAME, fail="row", at=0))
+    engine.abort(engine.add(speech(8, FRAME)))
+    engine.run()
+    assert engine.stats.finished == {"stop": 3, "length": 1, "repetition": 1, "silence": 1}
+    assert (engine.stats.failed, engine.stats.aborted) == (1, 1)
+
+
+def test_a_stream_is_counted_when_the_program_ends_it_and_not_again_when_its_audio_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox, "MESSAGE_SAMPLES", FRAME)
+    monkeypatch.setattr(outbox, "LONG_SAMPLES_PER_SECOND", FRAME)
+    with checked_engine() as engine:
+        name, gone = (engine.add(speech(number, FRAME, FRAME, FRAME, finish="silence")) for number in (1, 2))
+        for _ in range(3):
+            engine.step()
+        assert not engine.heard[name].over
+        assert engine.stats.finished == {"silence": 2}
+        engine.abort(gone)
+        engine.step_seconds = 1.0
+        engine.run()
+        assert engine.heard[name].over
+    assert engine.stats.finished == {"silence": 2}
+
+
+def test_what_the_front_prepared_reaches_the_program_unread(engine: Engine) -> None:
+    data = {"text_ids": [1, 2, 3], "speaker": {"x": [0.5, -1.0]}, "none": None}
+    engine.add(speech(1, FRAME, FRAME), units=3, **data)
+    engine.step()
+    (admission,) = engine.plans[0].admissions
+    assert engine.program.held[admission.slot].prompt == Prompt(3, data)
 
 
 def test_a_request_without_audio_still_ends(engine: Engine) -> None:

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import orjson
 import pytest
 import torch
 
-from pega_omni_plugin.engine.program import FatalProgramError, StepOutput
+from pega_omni_plugin.engine.config import make_front
+from pega_omni_plugin.engine.program import FatalProgramError, ProgramInfo, StepOutput
 from pega_omni_plugin.engine.shared import PROCESS
 from pega_omni_plugin.engine.wire import decode_info
-from tests.engine.harness import CheckedProgram, Engine, checked_engine, speech, whole
+from tests.engine.harness import CHECKPOINT, CheckedProgram, Engine, checked_engine, speech, whole
 
 
 @pytest.fixture
@@ -119,10 +123,49 @@ def test_an_error_without_text_is_named_by_its_type(engine: Engine, monkeypatch:
 
 
 def test_describe_tells_the_api_process_what_is_served_and_its_limits() -> None:
-    with checked_engine(slots=3, queue=5, stall_seconds=7.5, request_seconds=90) as engine:
+    with checked_engine(slots=3, queue=5, stall_seconds=7.5, request_seconds=90, options={"model": "other"}) as engine:
         described = orjson.loads(engine.worker.describe())
     assert decode_info(orjson.dumps(described.pop("info"))) == CheckedProgram.info
-    assert described == {"slots": 3, "queue": 5, "stall_seconds": 7.5, "request_seconds": 90.0}
+    assert described == {
+        "checkpoint": str(CHECKPOINT),
+        "program": "sim",
+        "options": {"model": "other"},
+        "slots": 3,
+        "queue": 5,
+        "stall_seconds": 7.5,
+        "request_seconds": 90.0,
+    }
+
+
+def test_what_is_described_makes_the_front_of_the_program() -> None:
+    with checked_engine(options={"model": "other"}) as engine:
+        made: list[tuple[Path, str, ProgramInfo]] = []
+        description = orjson.loads(engine.worker.describe())
+        with patch.object(
+            CheckedProgram,
+            "front",
+            lambda checkpoint, options, info: made.append((checkpoint, options.model, info)),
+        ):
+            make_front(description, CheckedProgram.info)
+    assert made == [(CHECKPOINT, "other", CheckedProgram.info)]
+
+
+def test_a_model_that_is_no_directory_is_looked_up_in_the_hub_at_its_revision(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot(model: str, revision: str | None) -> str:
+        asked.append((model, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr("pega_omni_plugin.engine.worker.snapshot_download", snapshot)
+    with checked_engine() as engine:
+        assert asked == []
+        engine.worker.vllm_config.model_config = SimpleNamespace(model="owner/voice", revision="v1")
+        engine.worker.load_model()
+        assert orjson.loads(engine.worker.describe())["checkpoint"] == str(tmp_path)
+    assert asked == [("owner/voice", "v1")]
 
 
 def test_stats_are_those_of_this_process(engine: Engine) -> None:
@@ -141,6 +184,7 @@ def test_stats_are_those_of_this_process(engine: Engine) -> None:
         "failed": 1,
     }
     assert {name: stats[name] for name in counted} == counted
+    assert stats["finished"] == {"stop": 1}
     assert stats["part_seconds"] == {"thinker": 1.5}
     assert sum(stats["step_seconds"]["counts"]) == sum(stats["batch"]["counts"]) == 2
     assert stats["batch"]["sum"] == 4

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pega_omni_plugin.engine.program import PartConfig
+from pega_omni_plugin.engine.program import Part, PartConfig
 from pega_omni_plugin.models.piper.program import PiperOptions, PiperProgram
 from pega_omni_plugin.models.piper.voice import JoeVoice
 from tests.models.piper.drive import CHECKPOINT
@@ -19,6 +19,11 @@ def joe() -> JoeVoice:
 
 @pytest.fixture(scope="session")
 def program() -> Iterator[PiperProgram]:
-    loaded = PiperProgram.load(CHECKPOINT, PiperOptions(threads=2), {"codec": PartConfig()}, slots=4)
+    # A stage file may leave the choice open, or spell out what this voice is.
+    parts: dict[Part, PartConfig] = {
+        "codec": PartConfig(),
+        "decoder": PartConfig(device="cpu", dtype="float32", graphs=False),
+    }
+    loaded = PiperProgram.load(CHECKPOINT, PiperOptions(threads=2), parts, slots=4)
     yield loaded
     loaded.close()

@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 
 import pega_omni_plugin.models.piper
-from pega_omni_plugin.engine.program import Admission, Pcm, Program, Speech, StepOutput
+from pega_omni_plugin.engine.program import Admission, Pcm, Program, Prompt, Speech, StepOutput
 
 CHECKPOINT = Path(pega_omni_plugin.models.piper.__file__).parent / "checkpoint"
 
 
 def speech(text: str, seed: int = 7, speed: float = 1.0, **extra: Any) -> Speech:
     return Speech(input=text, voice="joe", seed=seed, speed=speed, extra=extra)
+
+
+def admission(slot: int, request: Speech) -> Admission:
+    return Admission(slot, request, Prompt(len(request.input)))
 
 
 def finish(program: Program, slots: list[int]) -> dict[int, list[StepOutput]]:
@@ -29,7 +33,7 @@ def finish(program: Program, slots: list[int]) -> dict[int, list[StepOutput]]:
 
 
 def run(program: Program, requests: Mapping[int, Speech]) -> dict[int, list[StepOutput]]:
-    program.prefill([Admission(slot, request) for slot, request in requests.items()])
+    program.prefill([admission(slot, request) for slot, request in requests.items()])
     return finish(program, list(requests))
 
 

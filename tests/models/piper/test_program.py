@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from pega_omni_plugin.engine.config import find_stage_file, load_stage_file, parse_options
-from pega_omni_plugin.engine.program import Admission, PartConfig, Pcm, Program, Speech
+from pega_omni_plugin.engine.program import PartConfig, Pcm, Program, Prompt, Speech
 from pega_omni_plugin.models.piper.program import INFO, PiperOptions, PiperProgram
 from pega_omni_plugin.models.piper.voice import SAMPLE_RATE, Chunk, PartTimes
-from tests.models.piper.drive import CHECKPOINT, audio, finish, run, speech
+from tests.models.piper.drive import CHECKPOINT, admission, audio, finish, run, speech
 from tests.speech_check import share_heard, words_heard
 
 SHORT = "Then they all went home."
@@ -67,7 +67,7 @@ def test_noise_options_reach_the_voice(program: PiperProgram) -> None:
 
 def test_a_slot_aborted_in_mid_sentence_says_only_its_next_request(program: PiperProgram) -> None:
     expected = audio(run(program, {1: speech(SHORT)})[1])
-    program.prefill([Admission(1, speech(LONG))])
+    program.prefill([admission(1, speech(LONG))])
     while not len(program.step([1])[0].pcm):
         pass
     program.release(1)  # a window is being made: the step above ended by starting it
@@ -152,7 +152,7 @@ def test_a_failure_ends_its_own_slot_and_names_the_cause(scripted: ScriptedVoice
 
 def test_a_step_returns_while_nothing_is_ready(scripted: ScriptedVoice) -> None:
     program = with_voice(scripted, threads=1)
-    program.prefill([Admission(1, speech("wait 3"))])
+    program.prefill([admission(1, speech("wait 3"))])
     assert [output.pcm.size for output in program.step([1])] == [0]
     scripted.go.set()
     assert len(audio(finish(program, [1])[1])) == 2 * SAMPLE_RATE
@@ -161,11 +161,11 @@ def test_a_step_returns_while_nothing_is_ready(scripted: ScriptedVoice) -> None:
 
 def test_a_window_finished_after_the_release_reaches_nobody(scripted: ScriptedVoice) -> None:
     program = with_voice(scripted, threads=2)
-    program.prefill([Admission(1, speech("wait 3"))])
+    program.prefill([admission(1, speech("wait 3"))])
     program.step([1])
     scripted.blocked.wait()
     program.release(1)
-    program.prefill([Admission(1, speech("9 9 9"))])
+    program.prefill([admission(1, speech("9 9 9"))])
     first = program.step([1])
     scripted.go.set()
     rest = finish(program, [1])[1]
@@ -175,7 +175,7 @@ def test_a_window_finished_after_the_release_reaches_nobody(scripted: ScriptedVo
 
 def test_a_released_request_is_forgotten_once_its_window_is_made(scripted: ScriptedVoice) -> None:
     program = with_voice(scripted, threads=1)
-    program.prefill([Admission(1, speech("wait 3 3"))])
+    program.prefill([admission(1, speech("wait 3 3"))])
     program.step([1])
     program.release(1)
     scripted.go.set()
@@ -185,10 +185,10 @@ def test_a_released_request_is_forgotten_once_its_window_is_made(scripted: Scrip
 
 def test_a_new_request_goes_before_a_stream_that_is_ahead(scripted: ScriptedVoice) -> None:
     program = with_voice(scripted, threads=1)
-    program.prefill([Admission(1, speech("1 1 1 1 1 1"))])
+    program.prefill([admission(1, speech("1 1 1 1 1 1"))])
     while not program.step([1])[0].pcm.size:
         pass
-    program.prefill([Admission(2, speech("2 2"))])
+    program.prefill([admission(2, speech("2 2"))])
     made: list[int] = []
     while 2 not in made:
         made += [int(output.pcm[0]) for output in program.step([1, 2]) if output.pcm.size]
@@ -198,7 +198,7 @@ def test_a_new_request_goes_before_a_stream_that_is_ahead(scripted: ScriptedVoic
 
 def test_a_stream_about_to_run_dry_goes_before_a_new_request(scripted: ScriptedVoice) -> None:
     program = with_voice(scripted, threads=1)
-    program.prefill([Admission(1, speech("-1 -1 -1")), Admission(2, speech("2"))])
+    program.prefill([admission(1, speech("-1 -1 -1")), admission(2, speech("2"))])
     made: list[int] = []
     while 2 not in made:
         slots = [2] if len(made) == 3 else [1, 2]
@@ -217,9 +217,10 @@ def test_no_thread_at_all_is_refused() -> None:
         PiperOptions(threads=0)
 
 
-def test_a_part_on_another_device_is_refused() -> None:
+@pytest.mark.parametrize("part", [PartConfig(device="cuda:0"), PartConfig(dtype="bfloat16")])
+def test_a_part_on_another_device_or_in_another_type_is_refused(part: PartConfig) -> None:
     with pytest.raises(ValueError, match=r"parts\.decoder"):
-        PiperProgram.load(CHECKPOINT, PiperOptions(), {"decoder": PartConfig(device="cuda:0")}, slots=1)
+        PiperProgram.load(CHECKPOINT, PiperOptions(), {"decoder": part}, slots=1)
 
 
 def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -234,6 +235,13 @@ def test_without_the_voice_extra_the_error_names_it(package: str, monkeypatch: p
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r"extra 'voice'.*pip install \"pega-omni-plugin\[voice\]\""):
         PiperProgram.load(CHECKPOINT, PiperOptions(), {}, slots=1)
+
+
+def test_its_front_counts_characters_and_speaks_a_sample_in_its_voice() -> None:
+    front = PiperProgram.front(CHECKPOINT, PiperOptions(), INFO)
+    assert front.prepare(speech(SHORT)) == Prompt(len(SHORT))
+    sample, prompt = front.sample()
+    assert (sample.voice, prompt) == ("joe", Prompt(len(sample.input)))
 
 
 def test_the_program_keeps_the_contract(program: PiperProgram) -> None:

@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pega_omni_plugin.engine.program import PARTS, Admission, FinishReason, Pcm, Program, Speech
+from pega_omni_plugin.engine.program import PARTS, Admission, FinishReason, Pcm, Program, Prompt, Speech
 from pega_omni_plugin.models.sim.program import AMPLITUDE, TONE_HZ, SimOptions, SimProgram, planned_frames, tone_frames
 
 
 def request(text: str = "hello", speed: float = 1.0, **extra: Any) -> Speech:
     return Speech(input=text, voice="alloy", seed=1, speed=speed, extra=extra)
+
+
+def admission(slot: int, speech: Speech) -> Admission:
+    return Admission(slot, speech, Prompt(len(speech.input)))
 
 
 def load(slots: int = 4, **options: Any) -> SimProgram:
@@ -24,7 +28,7 @@ def load(slots: int = 4, **options: Any) -> SimProgram:
 
 def speak(program: SimProgram, slot: int, speech: Speech) -> tuple[Pcm, FinishReason | None]:
     """One request alone, to its end."""
-    program.prefill([Admission(slot, speech)])
+    program.prefill([admission(slot, speech)])
     pieces = []
     while True:
         (output,) = program.step([slot])
@@ -90,7 +94,7 @@ def test_a_request_sounds_the_same_whatever_shares_its_steps(data: st.DataObject
             if slot not in running:
                 running[slot] = request(frames=data.draw(st.integers(1, 6)))
                 heard[slot] = []
-                program.prefill([Admission(slot, running[slot])])
+                program.prefill([admission(slot, running[slot])])
             elif data.draw(st.booleans()):
                 program.release(slot)  # aborted
                 del running[slot]
@@ -108,7 +112,7 @@ def test_a_request_sounds_the_same_whatever_shares_its_steps(data: st.DataObject
 
 def test_a_slot_that_is_prefilled_anew_forgets_what_it_held() -> None:
     program = load()
-    program.prefill([Admission(1, request(frames=9))])
+    program.prefill([admission(1, request(frames=9))])
     program.step([1])
     assert speak(program, 1, request(frames=2))[0].tolist() == speak(load(), 1, request(frames=2))[0].tolist()
 
@@ -121,13 +125,23 @@ def test_costs_are_slept_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> N
     slept: list[float] = []
     monkeypatch.setattr("pega_omni_plugin.models.sim.program.time.sleep", slept.append)
     program = load(step_base_us=100, step_per_row_us=11, prefill_per_char_us=3)
-    program.prefill([Admission(1, request("12345")), Admission(2, request("12"))])
+    program.prefill([admission(1, request("12345")), admission(2, request("12"))])
     program.step([1, 2])
     program.step([2])
     assert slept == pytest.approx([21e-6, 122e-6, 111e-6])
     assert program.part_seconds["thinker"] > 0
     assert program.part_seconds["codec"] > 0
     assert set(program.part_seconds) == set(PARTS)
+
+
+def test_its_front_counts_characters_and_speaks_a_sample_in_its_default_voice() -> None:
+    options = SimOptions()
+    info = load().info
+    front = SimProgram.front(Path("checkpoint"), options, info)
+    assert front.prepare(request("four")) == Prompt(4)
+    sample, prompt = front.sample()
+    assert (sample.voice, prompt) == (info.default_voice, Prompt(len(sample.input)))
+    assert planned_frames(sample, options)[1] == "stop"
 
 
 def test_without_costs_it_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +161,7 @@ def test_it_says_what_it_serves() -> None:
     assert info.default_voice in {voice.id for voice in info.voices}
 
 
-@pytest.mark.parametrize("name", ["load", "prefill", "step", "release", "close"])
+@pytest.mark.parametrize("name", ["load", "front", "prefill", "step", "release", "close"])
 def test_its_methods_are_those_of_the_contract(name: str) -> None:
     parameters = inspect.signature(getattr(SimProgram, name)).parameters
     assert list(parameters) == list(inspect.signature(getattr(Program, name)).parameters)
