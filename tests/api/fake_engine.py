@@ -1,8 +1,9 @@
-"""An engine whose streams say what the test writes for them."""
+"""An engine whose streams say what the test writes for them, and a front that notes what it is asked."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,8 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from pega_omni_plugin.api.metrics import Metrics
 from pega_omni_plugin.api.speech import SpeechService
+from pega_omni_plugin.api.voices import VoiceStore
 from pega_omni_plugin.engine.errors import EngineDead, EngineError
-from pega_omni_plugin.engine.program import Pcm, ProgramInfo, Speech
+from pega_omni_plugin.engine.program import CharacterFront, Front, Pcm, ProgramInfo, Prompt, Recording, Speech
 from pega_omni_plugin.engine.stream import SpeechStream
 from pega_omni_plugin.engine.wire import Ending
 from pega_omni_plugin.models.sim.program import SimOptions, SimProgram
@@ -31,16 +33,39 @@ def pcm(*values: int) -> Pcm:
 ONE_SECOND: tuple[Item, ...] = (*[pcm(*[value] * 8000) for value in (1, -2, 300)], Ending("stop", 13))
 
 
+class FakeFront:
+    """Makes prompts of 7 units. ``refusal`` is raised in place of one."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Speech, Recording | None]] = []
+        self.threads: list[threading.Thread] = []
+        self.refusal: Exception | None = None
+
+    def prepare(self, speech: Speech, recording: Recording | None = None) -> Prompt:
+        self.asked.append((speech, recording))
+        self.threads.append(threading.current_thread())
+        if self.refusal is not None:
+            raise self.refusal
+        return Prompt(7, {"text_ids": [1, 2]})
+
+    def sample(self) -> tuple[Speech, Prompt]:
+        return Speech("One.", "sample", seed=3), Prompt(4)
+
+
 class FakeEngine:
     """``script`` is what every stream holds at once; ``refusal`` is raised in place of a stream."""
 
-    def __init__(self, script: Sequence[Item] = ONE_SECOND, info: ProgramInfo = INFO) -> None:
+    def __init__(
+        self, script: Sequence[Item] = ONE_SECOND, info: ProgramInfo = INFO, front: Front | None = None
+    ) -> None:
         self.info = info
+        self.front = front or CharacterFront(info)
         self.dead: EngineDead | None = None
         self.stats: Mapping[str, Any] = {}
         self.script = script
         self.refusal: EngineError | None = None
         self.spoken: list[Speech] = []
+        self.prompts: list[Prompt] = []
         self.streams: list[SpeechStream] = []
         self.left = 0
         self.entered = asyncio.Event()
@@ -49,12 +74,16 @@ class FakeEngine:
     def in_flight(self) -> int:
         return len(self.streams) - self.left
 
-    @asynccontextmanager
-    async def speak(self, speech: Speech) -> AsyncIterator[SpeechStream]:
+    def check_room(self) -> None:
         if self.refusal is not None:
             raise self.refusal
+
+    @asynccontextmanager
+    async def speak(self, speech: Speech, prompt: Prompt) -> AsyncIterator[SpeechStream]:
+        self.check_room()
         stream = SpeechStream(30, 60)
         self.spoken.append(speech)
+        self.prompts.append(prompt)
         self.streams.append(stream)
         for item in self.script:
             if isinstance(item, Exception):
@@ -68,8 +97,8 @@ class FakeEngine:
             self.left += 1
 
 
-def serve(engine: FakeEngine) -> SpeechService:
-    return SpeechService(engine, [MODEL], Metrics(CollectorRegistry(), engine, MODEL))
+def serve(engine: FakeEngine, voices: VoiceStore | None = None) -> SpeechService:
+    return SpeechService(engine, [MODEL], Metrics(CollectorRegistry(), engine, MODEL), voices)
 
 
 def outcomes(service: SpeechService) -> dict[str, int]:

@@ -75,6 +75,7 @@ def test_the_engines_counters_are_those_it_was_last_asked_for(metrics: Metrics, 
         slots=64, waiting=3, running=5, steps=7, frames=11, messages=13, admitted=17, aborted=1, failed=2
     )
     stats.part_seconds = {"thinker": 1.5, "codec": 0.5}
+    stats.finished = {"stop": 9, "silence": 2}
     for seconds in (0.0001, 0.0005, 0.03, 99.0):
         stats.step_seconds.observe(seconds)
     stats.batch.observe(3)
@@ -94,6 +95,10 @@ def test_the_engines_counters_are_those_it_was_last_asked_for(metrics: Metrics, 
     assert {name: seen[name,] for name in expected} == expected
     assert seen["pega_part_seconds_total", "thinker"] == 1.5
     assert seen["pega_part_seconds_total", "codec"] == 0.5
+    assert {name[1]: count for name, count in seen.items() if name[0] == "pega_finished_total"} == {
+        "stop": 9,
+        "silence": 2,
+    }
     assert seen["pega_step_seconds_bucket", "0.0005"] == 2
     assert seen["pega_step_seconds_bucket", "0.02"] == 2
     assert seen["pega_step_seconds_bucket", "0.04"] == 3
@@ -106,7 +111,7 @@ def test_the_engines_counters_are_those_it_was_last_asked_for(metrics: Metrics, 
 
 def test_every_counter_of_the_engine_is_in_a_scrape(metrics: Metrics, engine: FakeEngine) -> None:
     """A new field of the statistics is not forgotten here."""
-    engine.stats = stats_document(EngineStats(part_seconds={"thinker": 0.0}))
+    engine.stats = stats_document(EngineStats(finished={"stop": 0}, part_seconds={"thinker": 0.0}))
     names = {name for name, *_ in scrape(metrics.registry)}
     for field in stats_document(EngineStats()):
         assert any(field in name or field.removesuffix("s") in name for name in names), field

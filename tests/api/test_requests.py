@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pega_omni_plugin.api.errors import ApiError, InvalidRequest, ModelNotFound
 from pega_omni_plugin.api.requests import EXTENSIONS, SpeechCall, SpeechRequest, check_speech, parse_json
+from pega_omni_plugin.api.voices import StoredVoice
 from pega_omni_plugin.engine.program import Option, ProgramInfo, Voice
 
 INFO = ProgramInfo(
@@ -32,11 +33,28 @@ INFO = ProgramInfo(
         "language": Option("choice", "language", choices=("English", "Deutsch")),
     },
 )
+CLONING = replace(
+    INFO,
+    voices=(Voice("clone", "Clone"),),
+    default_voice="clone",
+    aliases={"alloy": "clone"},
+    clones="recording",
+    options={"ref_audio": Option("text", "recording"), "ref_text": Option("text", "words", maximum=30)},
+)
+DESIGNING = replace(INFO, clones="description")
 SERVED = ("m", "also-m")
+
+SPOKEN = StoredVoice("voice_1", "Carla", 1, "Words.", None, None, has_audio=True)
+DESCRIBED = StoredVoice("voice_2", "Carl", 1, None, "A deep voice.", None, has_audio=False)
+BOTH = StoredVoice("voice_3", "Carlo", 1, None, "A high voice.", None, has_audio=True)
+
+
+def find(name: str) -> StoredVoice | None:
+    return next((voice for voice in (SPOKEN, DESCRIBED, BOTH) if name in (voice.id, voice.name)), None)
 
 
 def check(info: ProgramInfo = INFO, /, **fields: Any) -> SpeechCall:
-    return check_speech({"input": "Hello.", **fields}, info, SERVED)
+    return check_speech({"input": "Hello.", **fields}, info, SERVED, find)
 
 
 def refusal(info: ProgramInfo = INFO, /, **fields: Any) -> ApiError:
@@ -72,6 +90,69 @@ def test_fields_that_change_nothing_are_accepted(fields: dict[str, Any]) -> None
 @pytest.mark.parametrize("voice", ["bob", {"id": "bob"}, {"id": "bob", "name": "Robert"}])
 def test_a_voice_is_a_name_or_an_object_with_it(voice: Any) -> None:
     assert check(voice=voice).speech.voice == "bob"
+
+
+@pytest.mark.parametrize("voice", ["BOB", "Bob", {"id": "bOb"}, "echo", "Echo"])
+def test_a_voice_has_its_name_in_any_case_and_its_aliases(voice: Any) -> None:
+    assert check(replace(INFO, aliases={"echo": "bob"}), voice=voice).speech.voice == "bob"
+
+
+def test_the_engine_gets_a_voice_as_the_program_spells_it() -> None:
+    spelled = replace(INFO, voices=(Voice("Uncle_Fu", "Uncle Fu"),), default_voice="Uncle_Fu")
+    assert check(spelled, voice="uncle_fu").speech.voice == "Uncle_Fu"
+
+
+def test_a_name_is_the_programs_voice_before_an_alias_and_that_before_a_stored_voice() -> None:
+    assert check(replace(INFO, aliases={"ann": "bob"}), voice="ann").speech.voice == "ann"
+    call = check(replace(CLONING, aliases={"carla": "clone"}), voice="Carla")
+    assert (call.speech.voice, call.stored) == ("clone", None)
+
+
+@pytest.mark.parametrize("name", ["voice_1", "Carla"])
+def test_a_stored_voice_is_named_by_id_or_name_and_spoken_in_the_default_voice(name: str) -> None:
+    call = check(CLONING, voice=name)
+    assert (call.speech.voice, call.speech.extra, call.stored) == ("clone", {}, SPOKEN)
+    assert check(CLONING, voice={"id": name}).stored == SPOKEN
+
+
+def test_a_stored_voice_has_what_the_model_needs() -> None:
+    assert check(DESIGNING, voice="Carl").stored == DESCRIBED
+    assert check(CLONING, voice="Carlo").stored == check(DESIGNING, voice="Carlo").stored == BOTH
+    missing = refusal(CLONING, voice="Carl")
+    assert (missing.param, missing.message) == ("voice", "voice voice_2 has no recording, which model m imitates")
+    missing = refusal(DESIGNING, voice="Carla")
+    assert (missing.param, missing.message) == ("voice", "voice voice_1 has no description, which model m follows")
+
+
+def test_without_a_store_there_are_no_stored_voices() -> None:
+    with pytest.raises(InvalidRequest, match="voice 'Carla' is unknown"):
+        check_speech({"input": "Hello.", "voice": "Carla"}, CLONING, SERVED)
+
+
+@pytest.mark.parametrize("fields", [{"ref_audio": "data:"}, {"extra": {"ref_audio": "data:"}}])
+@pytest.mark.parametrize("voice", ["anything", "Carla", "Carl", {"id": "x"}])
+def test_beside_a_recording_a_voice_is_a_label(fields: dict[str, Any], voice: Any) -> None:
+    call = check(CLONING, voice=voice, **fields)
+    assert (call.speech.voice, call.stored) == ("clone", None)
+    assert call.speech.extra == {"ref_audio": "data:"}
+
+
+@pytest.mark.parametrize("fields", [{}, {"ref_audio": ""}, {"extra": {"ref_audio": ""}}, {"ref_text": "Words."}])
+def test_without_a_recording_a_voice_must_be_known(fields: dict[str, Any]) -> None:
+    assert refusal(CLONING, voice="anything", **fields).param == "voice"
+
+
+def test_where_recordings_are_not_imitated_one_makes_no_voice_a_label() -> None:
+    taking = replace(INFO, options=CLONING.options)
+    assert refusal(taking, voice="anything", ref_audio="data:").param == "voice"
+
+
+def test_a_text_option_has_its_longest_length_and_is_text() -> None:
+    assert check(CLONING, ref_audio="x" * 100_000, ref_text="w" * 30).speech.extra["ref_text"] == "w" * 30
+    long = refusal(CLONING, ref_text="w" * 31)
+    assert (long.param, "ref_text must be text of at most 30 characters, got" in long.message) == ("ref_text", True)
+    assert "extra: ref_text must be text of at most 30 characters" in refusal(CLONING, extra={"ref_text": 3}).message
+    assert "ref_audio must be text, got None" in refusal(CLONING, extra={"ref_audio": None}).message
 
 
 @pytest.mark.parametrize("field", ["instructions", "instruct"])
@@ -127,7 +208,6 @@ def test_fields_of_other_servers_are_options_of_the_same_name() -> None:
         ({"input": 3}, "input", "got a number"),
         ({"input": ["a"]}, "input", "got an array"),
         ({"voice": "carl"}, "voice", "voice 'carl' is unknown; GET /v1/audio/voices lists all: ann, bob"),
-        ({"voice": "ANN"}, "voice", "is unknown"),
         ({"voice": "ann\0"}, "voice", "is unknown"),
         ({"voice": {}}, "voice", "a string, or an object whose id is one, got an object"),
         ({"voice": {"id": 3}}, "voice", "a string, or an object whose id is one"),

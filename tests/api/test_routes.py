@@ -5,6 +5,7 @@ import base64
 import io
 import wave
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,7 +15,8 @@ from fastapi import FastAPI
 from starlette.types import Message, Scope
 
 from pega_omni_plugin.api.errors import ApiError
-from pega_omni_plugin.api.routes import MAX_BODY_BYTES, build_router
+from pega_omni_plugin.api.prompts import MAX_RECORDING_BYTES
+from pega_omni_plugin.api.routes import MAX_BODY_BYTES, MAX_RECORDING_BODY_BYTES, build_router
 from pega_omni_plugin.api.speech import SpeechService
 from pega_omni_plugin.engine.errors import EngineBusy, EngineDead, EngineTimeout, RequestFailed
 from pega_omni_plugin.engine.wire import Ending
@@ -109,7 +111,7 @@ async def test_pcm_and_events_have_their_own_content_types(http: httpx.AsyncClie
     events = [orjson.loads(line[len("data: ") :]) for line in sse.text.split("\n\n") if line]
     audio = b"".join(base64.b64decode(event.get("audio", "")) for event in events)
     assert audio == pcm_answer.content
-    assert events[-1]["usage"] == {"input_tokens": 6, "output_tokens": 13, "total_tokens": 19}
+    assert events[-1]["usage"] == {"input_tokens": 6, "output_tokens": 13, "total_tokens": 19, "finish_reason": "stop"}
 
 
 BAD = [
@@ -167,6 +169,17 @@ async def test_a_body_up_to_the_limit_is_read_and_over_it_refused(http: httpx.As
     blank = b'{"input": "Hello."}'
     assert (await http.post(SPEECH, content=blank.ljust(MAX_BODY_BYTES))).status_code == 200
     assert (await http.post(SPEECH, content=blank.ljust(MAX_BODY_BYTES + 1))).status_code == 413
+
+
+async def test_a_model_that_imitates_recordings_reads_longer_bodies() -> None:
+    service = serve(FakeEngine(info=replace(INFO, clones="recording")))
+    transport = httpx.ASGITransport(application(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        blank = b'{"input": "Hello."}'
+        assert (await http.post(SPEECH, content=blank.ljust(MAX_RECORDING_BODY_BYTES))).status_code == 200
+        assert (await http.post(SPEECH, content=blank.ljust(MAX_RECORDING_BODY_BYTES + 1))).status_code == 413
+    # In base64, three bytes are four.
+    assert MAX_RECORDING_BODY_BYTES > MAX_RECORDING_BYTES * 4 // 3
 
 
 async def test_a_body_may_come_in_pieces(service: SpeechService) -> None:

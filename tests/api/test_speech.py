@@ -4,7 +4,9 @@ import asyncio
 import base64
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import orjson
@@ -12,10 +14,12 @@ import pytest
 
 from pega_omni_plugin.api.errors import ApiError, InvalidRequest, ModelNotFound, Overloaded, TimedOut, Unavailable
 from pega_omni_plugin.api.speech import PIECE_SAMPLES, Caller, CallerGone, SpeechService
+from pega_omni_plugin.api.voices import VoiceStore
 from pega_omni_plugin.audio.wav import HEADER_BYTES, wav_header
 from pega_omni_plugin.engine.errors import EngineBusy, EngineDead, EngineError, EngineTimeout, RequestFailed
+from pega_omni_plugin.engine.program import FinishReason, Prompt, RequestError
 from pega_omni_plugin.engine.wire import Ending
-from tests.api.fake_engine import ONE_SECOND, FakeEngine, Item, outcomes, pcm, serve, value
+from tests.api.fake_engine import INFO, ONE_SECOND, FakeEngine, FakeFront, Item, outcomes, pcm, serve, value
 
 FAILURES = [
     (RequestFailed("row is bad"), "failed", ApiError),
@@ -53,7 +57,7 @@ async def test_events_carry_the_same_bytes_and_the_usage_last() -> None:
     assert audio == wav_header(24_000) + b"\x01\x00\xfe\xff\x03\x00"
     assert done == {
         "type": "speech.audio.done",
-        "usage": {"input_tokens": 6, "output_tokens": 2, "total_tokens": 8},
+        "usage": {"input_tokens": 6, "output_tokens": 2, "total_tokens": 8, "finish_reason": "stop"},
     }
 
 
@@ -264,6 +268,59 @@ async def test_the_engine_gets_the_checked_request() -> None:
     (speech,) = engine.spoken
     assert (speech.input, speech.voice, speech.speed, speech.instructions) == ("Hello.", "echo", 2.0, "softly")
     assert (speech.extra, speech.seed) == ({"frames": 3}, 5)
+
+
+async def test_the_engine_gets_the_prompt_and_its_units_are_the_usage() -> None:
+    service = serve(engine := FakeEngine([pcm(1), Ending("stop", 2)], front=FakeFront()))
+    done = events(await take(service, stream_format="sse"))[-1]
+    assert engine.prompts == [Prompt(7, {"text_ids": [1, 2]})]
+    assert done["usage"] == {"input_tokens": 7, "output_tokens": 2, "total_tokens": 9, "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize("reason", get_args(FinishReason))
+async def test_the_usage_says_why_the_speech_ended(reason: FinishReason) -> None:
+    service = serve(FakeEngine([pcm(1), Ending(reason, 1)]))
+    async with service.answer({"input": "Hello."}, Caller()) as answer:
+        assert answer.usage == {"input_tokens": 6, "output_tokens": 0, "total_tokens": 6, "finish_reason": None}
+        assert len([data async for data in answer.audio()]) == 1
+        assert answer.usage == {"input_tokens": 6, "output_tokens": 1, "total_tokens": 7, "finish_reason": reason}
+    assert outcomes(service) == {"complete": 1}
+
+
+async def test_what_the_front_refuses_is_counted_as_invalid_and_never_reaches_the_engine() -> None:
+    front = FakeFront()
+    front.refusal = RequestError("language", "language 'x' is unknown")
+    service = serve(engine := FakeEngine(front=front))
+    with pytest.raises(InvalidRequest, match="'x' is unknown"):
+        await take(service)
+    assert outcomes(service) == {"invalid": 1}
+    assert engine.spoken == []
+
+
+async def test_a_front_that_breaks_is_not_hidden_and_counted_as_failed() -> None:
+    front = FakeFront()
+    front.refusal = ZeroDivisionError()
+    service = serve(FakeEngine(front=front))
+    with pytest.raises(ZeroDivisionError):
+        await take(service)
+    assert outcomes(service) == {"failed": 1}
+
+
+async def test_a_model_with_voices_of_its_own_knows_no_stored_ones(tmp_path: Path) -> None:
+    """The store is shared by all models of a user, and this one would speak in its default voice."""
+    store = VoiceStore(tmp_path)
+    store.create(name="Carla", pcm=None, transcript=None, description="A deep voice.", now=1)
+    with pytest.raises(InvalidRequest, match="voice 'Carla' is unknown"):
+        await take(serve(FakeEngine(), store), voice="Carla")
+    engine = FakeEngine(info=replace(INFO, clones="description"))
+    await take(serve(engine, store), voice="Carla")
+    assert [speech.instructions for speech in engine.spoken] == ["A deep voice."]
+
+
+async def test_warm_up_speaks_the_sample_of_the_front() -> None:
+    service = serve(engine := FakeEngine(front=FakeFront()))
+    await service.warm_up()
+    assert ([speech.input for speech in engine.spoken], engine.prompts) == (["One."], [Prompt(4)])
 
 
 async def test_warm_up_speaks_before_the_service_is_ready() -> None:

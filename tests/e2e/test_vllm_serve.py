@@ -52,7 +52,7 @@ def test_server_sent_events_end_with_usage(sim: Server) -> None:
     assert sum(len(base64.b64decode(event["audio"])) for event in events[:-1]) == 8 * FRAME_BYTES
     assert events[-1] == {
         "type": "speech.audio.done",
-        "usage": {"input_tokens": 10, "output_tokens": 8, "total_tokens": 18},
+        "usage": {"input_tokens": 10, "output_tokens": 8, "total_tokens": 18, "finish_reason": "stop"},
     }
 
 
