@@ -74,7 +74,9 @@ def attend(case: Case, rows: list[int]) -> Tensor:
 @settings(max_examples=60, deadline=None)
 def test_every_row_attends_to_its_own_past(case: Case) -> None:
     seen = attend(case, list(range(len(case.slots))))
-    torch.testing.assert_close(seen.double(), expected(case), atol=2e-5, rtol=1e-4)
+    real = torch.tensor(case.slots) > 0
+    torch.testing.assert_close(seen[real].double(), expected(case)[real], atol=2e-5, rtol=1e-4)
+    assert seen.isfinite().all()
 
 
 @given(cases())
@@ -102,9 +104,10 @@ def test_no_bit_of_a_row_depends_on_company_or_place(dtype: torch.dtype, case: C
     count = len(case.slots)
     together = attend(case, list(range(count)))
     order = data.draw(st.permutations(range(count)))
-    assert torch.equal(attend(case, order), together[order])
+    real = [row for row in order if case.slots[row]]
+    assert torch.equal(attend(case, order)[[order.index(row) for row in real]], together[real])
     # The same number of rows, all padding but one.
-    row = data.draw(st.sampled_from([row for row in range(count) if case.slots[row]]))
+    row = data.draw(st.sampled_from(real))
     place = data.draw(st.integers(0, count - 1))
     slots, lengths, query = [0] * count, [1] * count, torch.zeros_like(case.query)
     slots[place], lengths[place], query[place] = case.slots[row], case.lengths[row], case.query[row]
@@ -130,9 +133,12 @@ def test_what_lies_beyond_a_length_is_never_seen() -> None:
         ([2, 3, 4], 2, False),
         ([4, 2, 3], 2, True),
         ([1, 2, 4, 5], 1, True),
-        ([1, 2, 0, 0, 0, 0], 0, True),
+        ([7, 8, 0, 0, 0, 0], 7, True),
+        ([0, 5, 0], 5, True),
+        ([0], 0, False),
+        ([0, 0], 0, True),
         ([1, 8], None, False),
-        ([7, 8, 0, 0], None, False),
+        ([2, 8, 0, 0], None, False),
     ],
 )
 def test_only_slots_far_apart_are_copied(slots: list[int], first: int | None, ordered: bool) -> None:
@@ -197,7 +203,7 @@ torch.manual_seed(0)
 # The interpreter multiplies bfloat16 as if it were integers.
 tolerance = {torch.float32: 2e-6, torch.float16: 2e-3}
 for heads, kv_heads, head_dim, positions, rows, dtype, programs in [
-    (4, 2, 32, 300, 3, torch.float32, 256),
+    (4, 2, 32, 270, 2, torch.float32, 256),
     (4, 2, 32, 120, 3, torch.float32, 1),  # one split of several tiles, as where rows fill the device
     (16, 8, 128, 150, 2, torch.float16, 32),
     (8, 1, 64, 90, 2, torch.float32, 256),
