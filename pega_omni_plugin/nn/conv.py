@@ -1,9 +1,12 @@
 """Causal convolutions that stream: each call gets new steps only, and what came before is kept per slot.
 
-Tensors are ``[rows, channels, steps]``; a row is one stream, whose state lies in a *slot*. A convolution asks
-``Histories`` for room when it is built. In a call, ``Histories.read`` gathers the past of the rows' slots, each
-convolution joins it to its input with ``Pasts.join``, and ``Histories.write`` puts the new past back. However a stream
-is cut into calls, the results are those of one convolution with zeros on its left.
+A row is one stream, whose state lies in a *slot*. A convolution asks ``Histories`` for room when it is built. In a
+call, ``Histories.read`` gathers the past of the rows' slots, each convolution joins it to its input, and
+``Histories.write`` puts the new past back. However a stream is cut into calls, the results are those of one convolution
+with zeros on its left.
+
+Tensors are ``[rows, channels, steps]``, which suits many steps of few channels. Where there are many channels and a few
+steps a call, ``[rows, steps, channels]`` makes larger products: the classes whose names end in ``Last``.
 
 *Offsets.* Adding a constant to each channel costs a pass over memory. A layer may leave it out and say so in
 ``offset``: what it returns plus ``offset`` is what it means. The next convolution counts it into its bias, and its
@@ -18,12 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_LEAST_KEPT = 6
+"""Steps kept of an input that needs fewer, so that short pasts share a tensor with those of kernel 7."""
+
 
 class Histories:
     """The last steps of every convolution's input, for slots 0 to ``slots``.
 
-    Inputs of which the same number of steps is kept share one tensor ``[slots + 1, channels, steps]``, so that reading
-    and writing are a few operations however many convolutions there are.
+    Inputs of which as many steps are kept share one tensor ``[slots + 1, channels, steps]``, so that reading and
+    writing are a few operations however many convolutions there are.
     """
 
     def __init__(self, slots: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -33,8 +39,12 @@ class Histories:
         self._banks: list[_Bank] = []
         self._places = 0
 
-    def reserve(self, channels: int, steps: int, padding: Tensor | None = None) -> int:
-        """Keep ``steps`` steps of an input; returns its place. ``padding`` ``[channels]`` (zeros) is a fresh past."""
+    def reserve(self, channels: int, steps: int, padding: Tensor | None = None) -> tuple[int, int]:
+        """Keep at least ``steps`` steps of an input; returns its place and how many are kept.
+
+        ``padding`` ``[channels]`` is what a fresh past is full of, zeros if None.
+        """
+        steps = max(steps, _LEAST_KEPT)
         bank = next((bank for bank in self._banks if bank.steps == steps), None)
         if bank is None:
             empty = self._like.new_empty(self._slots + 1, 0, steps)
@@ -48,7 +58,7 @@ class Histories:
         bank.fresh = torch.cat((bank.fresh, fresh))
         bank.state = bank.fresh.repeat(self._slots + 1, 1, 1)
         self._places += 1
-        return self._places - 1
+        return self._places - 1, steps
 
     def reset(self, slots: Tensor) -> None:
         """Make the past of ``slots`` ``[rows]`` that of a stream's start."""
@@ -94,6 +104,17 @@ class Pasts:
         self.steps[place] = joined.as_strided((rows, channels, kept), (channels * length, length, 1), length - kept)
         return joined
 
+    def join_last(self, place: int, x: Tensor) -> Tensor:
+        """``join`` for ``x`` ``[rows, steps, channels]``: ``[rows, kept + steps, channels]``."""
+        past = self.steps[place]
+        joined = torch.cat((past.transpose(1, 2), x), 1)
+        rows, channels, kept = past.shape
+        length = joined.shape[1]
+        self.steps[place] = joined.as_strided(
+            (rows, channels, kept), (channels * length, 1, channels), (length - kept) * channels
+        )
+        return joined
+
 
 class CausalConv:
     """A convolution of stride 1, ``[rows, in, steps]`` to ``[rows, out, steps]``; its past is of span - 1 steps.
@@ -117,19 +138,43 @@ class CausalConv:
         self._bias = bias.to(dtype)
         self._column = self._bias[None, :, None]
         padding = None if offset is None else -offset
-        self._place = histories.reserve(inputs, (self._kernel - 1) * dilation, padding)
+        needed = (self._kernel - 1) * dilation
+        self._place, kept = histories.reserve(inputs, needed, padding)
+        self._skip = kept - needed
 
     def __call__(self, x: Tensor, pasts: Pasts) -> Tensor:
         joined = pasts.join(self._place, x)
         if x.is_cuda:
-            return F.conv1d(joined, self._weight, self._bias, dilation=self._dilation)
+            return F.conv1d(joined[:, :, self._skip :], self._weight, self._bias, dilation=self._dilation)
         # On CPU one product over explicit windows takes a third of the time of conv1d.
         rows, inputs, length = joined.shape
         kernel, steps = self._kernel, x.shape[2]
         windows = joined.as_strided(
-            (rows, inputs, kernel, steps), (inputs * length, length, self._dilation, 1)
+            (rows, inputs, kernel, steps), (inputs * length, length, self._dilation, 1), self._skip
         ).reshape(rows, inputs * kernel, steps)
-        return torch.baddbmm(self._column, self._flat.expand(rows, -1, -1), windows)
+        weight = self._flat if rows == 1 else self._flat.expand(rows, -1, -1)
+        return torch.baddbmm(self._column, weight, windows)
+
+
+class CausalConvLast:
+    """``CausalConv`` without dilation for ``[rows, steps, in]``."""
+
+    def __init__(self, histories: Histories, weight: Tensor, bias: Tensor, *, offset: Tensor | None = None) -> None:
+        self._outputs, inputs, kernel = weight.shape
+        if offset is not None:
+            bias = bias + weight.sum(2) @ offset
+        self._width = kernel * inputs
+        self._weight = weight.permute(2, 1, 0).reshape(self._width, self._outputs).to(histories.dtype)
+        self._bias = bias.to(histories.dtype)
+        self._place, kept = histories.reserve(inputs, kernel - 1, None if offset is None else -offset)
+        self._skip = (kept - kernel + 1) * inputs
+
+    def __call__(self, x: Tensor, pasts: Pasts) -> Tensor:
+        joined = pasts.join_last(self._place, x)
+        rows, steps, inputs = x.shape
+        windows = joined.as_strided((rows, steps, self._width), (joined.stride(0), inputs, 1), self._skip)
+        y = torch.addmm(self._bias, windows.reshape(rows * steps, self._width), self._weight)
+        return y.view(rows, steps, self._outputs)
 
 
 class CausalUpsampling:
@@ -148,10 +193,7 @@ class CausalUpsampling:
     def __init__(self, histories: Histories, weight: Tensor, bias: Tensor, *, offset: Tensor | None = None) -> None:
         inputs, self._outputs, kernel = weight.shape
         self._stride = kernel // 2
-        # The first half of the kernel belongs to the step itself, the second to the one before: [in, out, age, stride].
-        by_age = weight.view(inputs, self._outputs, 2, self._stride).flip(2)
-        # [out, stride, in, age]
-        taps = by_age.permute(1, 3, 0, 2).reshape(self._outputs * self._stride, inputs, 2)
+        taps = _by_age(weight).permute(1, 3, 0, 2).reshape(self._outputs * self._stride, inputs, 2)
         self._conv = CausalConv(histories, taps, bias.repeat_interleave(self._stride), offset=offset)
 
     def __call__(self, x: Tensor, pasts: Pasts) -> Tensor:
@@ -159,6 +201,27 @@ class CausalUpsampling:
         rows, _, steps = y.shape
         by_step = y.view(rows, self._outputs, self._stride, steps).transpose(2, 3)
         return by_step.reshape(rows, self._outputs, steps * self._stride)
+
+
+class CausalUpsamplingLast:
+    """``CausalUpsampling`` for ``[rows, steps, in]``."""
+
+    def __init__(self, histories: Histories, weight: Tensor, bias: Tensor, *, offset: Tensor | None = None) -> None:
+        inputs, self._outputs, kernel = weight.shape
+        taps = _by_age(weight).permute(3, 1, 0, 2).reshape(-1, inputs, 2)
+        self._conv = CausalConvLast(histories, taps, bias.repeat(kernel // 2), offset=offset)
+
+    def __call__(self, x: Tensor, pasts: Pasts) -> Tensor:
+        return self._conv(x, pasts).view(x.shape[0], -1, self._outputs)
+
+
+def _by_age(weight: Tensor) -> Tensor:
+    """A transposed convolution's weight as ``[in, out, tap, stride]``, the older step's tap first.
+
+    The first half of its kernel belongs to the step itself, the second to the step before.
+    """
+    inputs, outputs, kernel = weight.shape
+    return weight.view(inputs, outputs, 2, kernel // 2).flip(2)
 
 
 class SnakeBeta:
@@ -172,29 +235,41 @@ class SnakeBeta:
         alpha, beta: ``[channels]``, in the dtype of the inside: float32, or float64.
         dtype: of input and result.
         offset: ``[channels]``, of the input (see the module).
+        last: channels are the last dimension, not the last but one.
         scaled: input and result are ``factor`` (``f``, ``[channels]``) times what they mean, which the products before
             and after can have in their weights.
     """
 
     def __init__(
-        self, alpha: Tensor, beta: Tensor, dtype: torch.dtype, *, offset: Tensor | None = None, scaled: bool = False
+        self,
+        alpha: Tensor,
+        beta: Tensor,
+        dtype: torch.dtype,
+        *,
+        offset: Tensor | None = None,
+        last: bool = False,
+        scaled: bool = False,
     ) -> None:
+        def placed(values: Tensor) -> Tensor:
+            return values if last else values[:, None]
+
+        exact = dtype == alpha.dtype
         half = 0.5 / (beta.exp() + 1e-9)
         self.factor = 2 * alpha.exp()
         self._dtype = dtype
-        self._frequency = None if scaled else self.factor[:, None]
-        self._phase = None if offset is None else (self.factor * offset)[:, None]
+        self._inside = None if exact else alpha.dtype
+        self._frequency = None if scaled else placed(self.factor)
+        self._phase = None if offset is None else placed(self.factor * offset)
         if scaled:
             half = half * self.factor
-        self._magnitude = -half[:, None]
+        self._magnitude = -placed(half)
         lift = half if offset is None else half + offset
-        exact = dtype == alpha.dtype
-        self._lift = None if exact else lift[:, None]
+        self._lift = None if exact else placed(lift)
         self.offset = lift if exact else None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._frequency is None:
-            wave = torch.cos(x.to(self._magnitude.dtype))
+            wave = torch.cos(x if self._inside is None else x.to(self._inside))
         else:
             wave = x * self._frequency
             if self._phase is not None:

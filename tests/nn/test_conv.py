@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pega_omni_plugin.nn.conv import CausalConv, CausalUpsampling, Histories, SnakeBeta
+from pega_omni_plugin.nn.conv import (
+    CausalConv,
+    CausalConvLast,
+    CausalUpsampling,
+    CausalUpsamplingLast,
+    Histories,
+    SnakeBeta,
+)
 
 INPUTS, OUTPUTS = 3, 5
 CUTS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -24,21 +31,30 @@ def histories(slots: int = 2) -> Histories:
     return Histories(slots, torch.float64, torch.device("cpu"))
 
 
-def stream(layer: CausalConv | CausalUpsampling, past: Histories, x: Tensor, cuts: list[int], slots: Tensor) -> Tensor:
+Layer = CausalConv | CausalConvLast | CausalUpsampling | CausalUpsamplingLast
+
+
+def stream(layer: Layer, past: Histories, x: Tensor, cuts: list[int], slots: Tensor) -> Tensor:
+    """``[rows, in, steps]`` through ``layer`` in pieces, as ``[rows, out, steps]``."""
+    last = isinstance(layer, (CausalConvLast, CausalUpsamplingLast))
     pieces = []
     for piece in x.split(cuts, 2):
         pasts = past.read(slots)
-        pieces.append(layer(piece, pasts))
+        y = layer(piece.transpose(1, 2) if last else piece, pasts)
+        pieces.append(y.transpose(1, 2) if last else y)
         past.write(slots, pasts)
     return torch.cat(pieces, 2)
 
 
-@given(cuts=CUTS, dilation=st.sampled_from([1, 3, 9]), kernel=st.sampled_from([1, 2, 7]))
+@given(cuts=CUTS, dilation=st.sampled_from([1, 3, 9]), kernel=st.sampled_from([1, 2, 7]), last=st.booleans())
 @settings(deadline=None, max_examples=40)
-def test_any_cut_gives_the_convolution_padded_on_the_left(cuts: list[int], dilation: int, kernel: int) -> None:
+def test_any_cut_gives_the_convolution_padded_on_the_left(
+    cuts: list[int], dilation: int, kernel: int, last: bool
+) -> None:
     weight, bias, x = draw(OUTPUTS, INPUTS, kernel), draw(OUTPUTS, seed=1), draw(2, INPUTS, sum(cuts), seed=2)
     past = histories()
-    layer = CausalConv(past, weight, bias, dilation=dilation)
+    dilation = 1 if last else dilation
+    layer = CausalConvLast(past, weight, bias) if last else CausalConv(past, weight, bias, dilation=dilation)
 
     streamed = stream(layer, past, x, cuts, torch.tensor([2, 1]))
 
@@ -46,13 +62,15 @@ def test_any_cut_gives_the_convolution_padded_on_the_left(cuts: list[int], dilat
     torch.testing.assert_close(streamed, whole, **TIGHT)
 
 
-@given(cuts=CUTS, stride=st.integers(1, 5))
+@given(cuts=CUTS, stride=st.integers(1, 5), last=st.booleans())
 @settings(deadline=None, max_examples=30)
-def test_any_cut_gives_the_transposed_convolution_trimmed_on_the_right(cuts: list[int], stride: int) -> None:
+def test_any_cut_gives_the_transposed_convolution_trimmed_on_the_right(
+    cuts: list[int], stride: int, last: bool
+) -> None:
     weight, bias = draw(INPUTS, OUTPUTS, 2 * stride), draw(OUTPUTS, seed=1)
     x = draw(2, INPUTS, sum(cuts), seed=2)
     past = histories()
-    layer = CausalUpsampling(past, weight, bias)
+    layer = (CausalUpsamplingLast if last else CausalUpsampling)(past, weight, bias)
 
     streamed = stream(layer, past, x, cuts, torch.tensor([1, 2]))
 
@@ -60,18 +78,14 @@ def test_any_cut_gives_the_transposed_convolution_trimmed_on_the_right(cuts: lis
     torch.testing.assert_close(streamed, whole, **TIGHT)
 
 
-@pytest.mark.parametrize("upsample", [False, True])
-def test_an_offset_means_an_input_that_much_larger_except_in_the_padding(upsample: bool) -> None:
+@pytest.mark.parametrize("kind", [CausalConv, CausalConvLast, CausalUpsampling, CausalUpsamplingLast])
+def test_an_offset_means_an_input_that_much_larger_except_in_the_padding(kind: type[Layer]) -> None:
     offset, x = draw(INPUTS, seed=3), draw(1, INPUTS, 7, seed=2)
-    bias = draw(OUTPUTS, seed=1)
+    weight = draw(OUTPUTS, INPUTS, 7) if kind in (CausalConv, CausalConvLast) else draw(INPUTS, OUTPUTS, 6)
 
     def run(offset: Tensor | None, x: Tensor) -> Tensor:
         past = histories()
-        layer = (
-            CausalUpsampling(past, draw(INPUTS, OUTPUTS, 6), bias, offset=offset)
-            if upsample
-            else CausalConv(past, draw(OUTPUTS, INPUTS, 7), bias, offset=offset)
-        )
+        layer = kind(past, weight, draw(OUTPUTS, seed=1), offset=offset)
         return stream(layer, past, x, [3, 4], torch.tensor([1]))
 
     torch.testing.assert_close(run(offset, x), run(None, x + offset[:, None]), **TIGHT)
@@ -118,14 +132,17 @@ def snake(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_snake_and_its_offset_make_the_function(scaled: bool, shifted: bool) -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_snake_and_its_offset_make_the_function(scaled: bool, shifted: bool, last: bool) -> None:
     alpha, beta, x = draw(INPUTS), draw(INPUTS, seed=1), draw(2, INPUTS, 9, seed=2)
     offset = draw(INPUTS, seed=3) if shifted and not scaled else None
-    layer = SnakeBeta(alpha, beta, torch.float64, offset=offset, scaled=scaled)
+    layer = SnakeBeta(alpha, beta, torch.float64, offset=offset, last=last, scaled=scaled)
     factor = layer.factor[:, None] if scaled else 1
 
     assert layer.offset is not None
-    y = (layer(x * factor) + layer.offset[:, None]) / factor
+    given = x * factor
+    y = layer(given.transpose(1, 2)).transpose(1, 2) if last else layer(given)
+    y = (y + layer.offset[:, None]) / factor
 
     torch.testing.assert_close(y, snake(x if offset is None else x + offset[:, None], alpha, beta), **TIGHT)
 

@@ -16,8 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pega_omni_plugin.models.qwen3_tts.config import CodecConfig
-from pega_omni_plugin.nn.checkpoint import Weights
-from pega_omni_plugin.nn.conv import CausalConv, CausalUpsampling, Histories, Pasts, SnakeBeta
+from pega_omni_plugin.nn import kernels
+from pega_omni_plugin.nn.checkpoint import CheckpointError, Weights
+from pega_omni_plugin.nn.conv import (
+    CausalConv,
+    CausalConvLast,
+    CausalUpsampling,
+    CausalUpsamplingLast,
+    Histories,
+    Pasts,
+    SnakeBeta,
+)
 
 _DILATIONS = (1, 3, 9)  # of a block's residual units; in the official source, not in its configuration
 
@@ -26,11 +35,13 @@ class CodecDecoder:
     """Waveforms of up to ``slots`` streams at once; slot 0 is scratch, for rows of a batch that are padding.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape than ``config`` says.
+        CheckpointError: a tensor is missing or has another shape than ``config`` says; names it.
     """
 
     @torch.inference_mode()
     def __init__(self, config: CodecConfig, weights: Weights, slots: int) -> None:
+        if not (config.upsampling_ratios and config.upsample_rates):
+            raise CheckpointError("decoder_config: upsampling_ratios, upsample_rates: expected at least one of each")
         exact = copy.copy(weights)
         exact.dtype = torch.promote_types(weights.dtype, torch.float32)
         self._window = config.window
@@ -68,11 +79,11 @@ class CodecDecoder:
 
     def _decode(self, codes: Tensor, slots: Tensor) -> Tensor:
         pasts = self._histories.read(slots)
-        x = self._quantizer(codes)  # [rows, codebook_dim, frames]
+        x = self._quantizer(codes)  # [rows, frames, codebook_dim]
         x = self._transformer(x, slots, pasts)  # [rows, frames, hidden]
         for block in self._upsampling:
             x = block(x, pasts)  # [rows, steps, latent]
-        samples = self._vocoder(x.transpose(1, 2), pasts)
+        samples = self._vocoder(x, pasts)
         self._histories.write(slots, pasts)
         return samples
 
@@ -96,8 +107,8 @@ class _Quantizer:
         self._starts = torch.arange(0, config.quantizers * size, size, device=weights.device)
 
     def __call__(self, codes: Tensor) -> Tensor:
-        rows = torch.where(codes < self._size, codes + self._starts, self._starts)
-        return F.embedding(rows, self._table).sum(2).transpose(1, 2)
+        rows = torch.addcmul(self._starts, codes, codes < self._size)
+        return F.embedding(rows, self._table).sum(2)
 
 
 class _Transformer:
@@ -117,7 +128,7 @@ class _Transformer:
         bias = weights.take("decoder.pre_conv.conv.bias", latent)
         inner = weights.take(f"{name}.input_proj.weight", hidden, latent)
         inner_bias = weights.take(f"{name}.input_proj.bias", hidden)
-        self._conv = CausalConv(histories, torch.einsum("hl,lwk->hwk", inner, conv), inner @ bias + inner_bias)
+        self._conv = CausalConvLast(histories, torch.einsum("hl,lwk->hwk", inner, conv), inner @ bias + inner_bias)
         self._layers = [_Layer(config, weights, number, dtype) for number in range(dims.layers)]
         # The projection after the last norm and the first upsampling, whose kernel is its stride, are one projection.
         norm = weights.take(f"{name}.norm.weight", hidden)
@@ -129,6 +140,7 @@ class _Transformer:
         self._out_bias = (first @ outer_bias + first_bias).to(dtype)
 
         self._hidden, self._latent, self._eps = hidden, latent, dims.eps
+        self._rms_norm, self._silu_mul = kernels.current().rms_norm, kernels.current().silu_mul
         self._window = config.window
         self._heads, self._kv_heads, self._head_dim = dims.heads, dims.kv_heads, dims.head_dim
         device, exact = weights.device, weights.dtype
@@ -152,24 +164,21 @@ class _Transformer:
         self._ring.view(layers, -1, self._window * heads, dim).index_fill_(1, slots, 0)
 
     def __call__(self, x: Tensor, slots: Tensor, pasts: Pasts) -> Tensor:
-        """``[rows, codebook_dim, frames]`` to ``[rows, frames * ratio, latent]``, at most ``window`` frames."""
-        rows, _, frames = x.shape
+        """``[rows, frames, codebook_dim]`` to ``[rows, frames * ratio, latent]``, at most ``window`` frames."""
+        rows, frames, _ = x.shape
         window, keys = self._window, self._window - 1 + frames
         start = self._position.index_select(0, slots)  # [rows]
         # Of the frames that the first query sees, oldest first, and of the new ones.
-        positions = start[:, None] + self._steps[:keys]  # [rows, keys]
-        places = positions % window + (slots * window)[:, None]
-        memory = self._ring.index_select(1, places.flatten()).view(-1, rows, keys, 2 * self._kv_heads, self._head_dim)
-        new = memory[:, :, keys - frames :]  # overwritten layer by layer
-        visible = positions[:, None, None] >= 0
-        if frames > 1:
-            age = torch.arange(keys, device=x.device) - torch.arange(frames, device=x.device)[:, None]
-            visible = visible & (age >= 0) & (age < window)
-        mask = torch.where(visible, self._open, self._shut)  # [rows, 1, frames, keys]
-        angles = positions[:, keys - frames :, None, None] * self._frequencies
+        positions = start.unsqueeze(1) + self._steps.narrow(0, 0, keys)  # [rows, keys]
+        places = positions.remainder(window).add_(slots.unsqueeze(1), alpha=window)
+        memory = self._ring.index_select(1, places.view(-1)).view(-1, rows, keys, 2 * self._kv_heads, self._head_dim)
+        new = memory.narrow(2, window - 1, frames)  # overwritten layer by layer
+        mask = self._mask(positions, frames)  # [rows, 1, frames, keys]
+        angles = positions.narrow(1, window - 1, frames).to(self._frequencies.dtype).view(rows, frames, 1, 1)
+        angles = angles * self._frequencies
         turn = torch.polar(self._one.expand_as(angles), angles)  # [rows, frames, heads + 2 kv_heads, head_dim / 2]
 
-        x = self._conv(x, pasts).transpose(1, 2).reshape(rows * frames, self._hidden)
+        x = self._conv(x, pasts).view(rows * frames, self._hidden)
         split = memory.transpose(2, 3)
         for layer, k, v, fresh in zip(
             self._layers,
@@ -187,15 +196,25 @@ class _Transformer:
             # Queries carry the scale.
             y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0, enable_gqa=self._heads != self._kv_heads)
             x = torch.addmm(x, y.transpose(1, 2).reshape(rows * frames, -1), layer.o)
-            gate, up = torch.mm(self._norm(x), layer.gate_up).chunk(2, 1)
-            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)
-        self._ring.index_copy_(1, places[:, keys - frames :].flatten(), new.flatten(1, 2))
+            x = torch.addmm(x, self._silu_mul(torch.mm(self._norm(x), layer.gate_up)), layer.down)
+        self._ring.index_copy_(1, places.narrow(1, window - 1, frames).reshape(-1), new.flatten(1, 2))
         self._position.index_copy_(0, slots, start + frames)
         return torch.addmm(self._out_bias, self._norm(x), self._out).view(rows, frames * self._ratio, self._latent)
 
+    def _mask(self, positions: Tensor, frames: int) -> Tensor:
+        """What is added to scores: nothing for the ``window`` positions up to a frame's own, from 0 on."""
+        visible = (positions >= 0).view(len(positions), 1, 1, -1)
+        if frames > 1:
+            after = torch.arange(frames, device=positions.device)[:, None]
+            age = torch.arange(positions.shape[1], device=positions.device) - after
+            visible = visible & (age >= 0) & (age < self._window)
+        return torch.where(visible, self._open, self._shut)
+
     def _norm(self, x: Tensor) -> Tensor:
         """RMS norm; its weight is in the product that follows."""
-        return F.rms_norm(x, (self._hidden,), None, self._eps)
+        if x.dtype == torch.float64:  # which the kernels do not keep
+            return F.rms_norm(x, (self._hidden,), None, self._eps)
+        return self._rms_norm(x, None, self._eps)
 
 
 class _Layer:
@@ -259,7 +278,7 @@ class _ConvNeXt:
                 bias = bias + weight @ offset
             self._up = bias.to(dtype), weight.to(dtype).T
         depthwise = weights.take(f"{name}.dwconv.conv.weight", latent, 1, 7)
-        self._place = histories.reserve(latent, 6)
+        self._place, _ = histories.reserve(latent, 6)
         self._taps = depthwise[:, 0].T.contiguous().to(dtype)  # [kernel, latent]
         self._taps_bias = weights.take(f"{name}.dwconv.conv.bias", latent).to(dtype)
         scale = weights.take(f"{name}.norm.weight", latent)
@@ -278,8 +297,8 @@ class _ConvNeXt:
         rows, latent = x.shape[0], self._latent
         if self._up is not None:
             x = torch.addmm(self._up[0], x.reshape(-1, latent), self._up[1]).view(rows, -1, latent)
-        joined = pasts.join(self._place, x.transpose(1, 2))  # [rows, latent, 6 + steps]
-        windows = joined.unfold(2, 7, 1).permute(0, 2, 3, 1)  # [rows, steps, kernel, latent]
+        joined = pasts.join_last(self._place, x)  # [rows, 6 + steps, latent]
+        windows = joined.as_strided((rows, x.shape[1], 7, latent), (joined.stride(0), latent, latent, 1))
         y = (windows * self._taps).sum(2).add_(self._taps_bias)
         y = F.layer_norm(y, (latent,), eps=1e-6).view(-1, latent)
         y = F.gelu(torch.addmm(self._wide_bias, y, self._wide))
@@ -287,18 +306,23 @@ class _ConvNeXt:
 
 
 class _Vocoder:
-    """``[rows, latent, steps]`` to samples: four times or as often as there are rates, upsample and refine."""
+    """``[rows, steps, latent]`` to samples: for each rate, upsample and refine.
+
+    Up to the first upsampling, channels are last.
+    """
 
     def __init__(self, config: CodecConfig, weights: Weights, histories: Histories, offset: Tensor | None) -> None:
         channels, name = config.channels, "decoder.decoder"
-        self._first = _conv(weights, histories, f"{name}.0.conv", channels, config.latent, offset=offset)
-        self._stages: list[tuple[SnakeBeta, CausalUpsampling, list[_Unit]]] = []
+        self._first = CausalConvLast(
+            histories, *_conv(weights, f"{name}.0.conv", channels, config.latent, 7), offset=offset
+        )
+        self._stages: list[tuple[SnakeBeta, CausalUpsampling | CausalUpsamplingLast, list[_Unit]]] = []
         offset = None
         for number, rate in enumerate(config.upsample_rates, start=1):
             block = f"{name}.{number}.block"
-            snake = _snake(weights, histories, f"{block}.0", channels, offset=offset)
+            snake = _snake(weights, histories, f"{block}.0", channels, offset=offset, last=number == 1)
             narrower = channels // 2
-            up = CausalUpsampling(
+            up = (CausalUpsamplingLast if number == 1 else CausalUpsampling)(
                 histories,
                 weights.take(f"{block}.1.conv.weight", channels, narrower, 2 * rate),
                 weights.take(f"{block}.1.conv.bias", narrower),
@@ -313,12 +337,16 @@ class _Vocoder:
             self._stages.append((snake, up, units))
         last = len(config.upsample_rates) + 1
         self._snake = _snake(weights, histories, f"{name}.{last}", channels, offset=offset)
-        self._last = _conv(weights, histories, f"{name}.{last + 1}.conv", 1, channels, offset=self._snake.offset)
+        self._last = CausalConv(
+            histories, *_conv(weights, f"{name}.{last + 1}.conv", 1, channels, 7), offset=self._snake.offset
+        )
 
     def __call__(self, x: Tensor, pasts: Pasts) -> Tensor:
         x = self._first(x, pasts)
         for snake, up, units in self._stages:
             x = up(snake(x), pasts)
+            if isinstance(up, CausalUpsamplingLast):
+                x = x.transpose(1, 2).contiguous()
             for unit in units:
                 x = unit(x, pasts)
         return self._last(self._snake(x), pasts).clamp_(-1, 1).flatten(1)
@@ -340,19 +368,25 @@ class _Unit:
         # What the second snake multiplies its input by is in the convolution's weights.
         self._between = _snake(weights, histories, f"{name}.act2", channels, scaled=True)
         factor = self._between.factor
-        weight = weights.take(f"{name}.conv1.conv.weight", channels, channels, 7) * factor[:, None, None]
-        bias = weights.take(f"{name}.conv1.conv.bias", channels) * factor
-        self._conv = CausalConv(histories, weight, bias, dilation=dilation, offset=self._before.offset)
-        product = weights.take(f"{name}.conv2.conv.weight", channels, channels, 1)[:, :, 0] / factor
+        weight, bias = _conv(weights, f"{name}.conv1.conv", channels, channels, 7)
+        self._conv = CausalConv(
+            histories,
+            weight * factor[:, None, None],
+            bias * factor,
+            dilation=dilation,
+            offset=self._before.offset,
+        )
+        weight, added = _conv(weights, f"{name}.conv2.conv", channels, channels, 1)
+        product = weight[:, :, 0] / factor
         self._product = product.to(histories.dtype)[None]
-        added = weights.take(f"{name}.conv2.conv.bias", channels)
         if self._between.offset is not None:
             added = added + product @ self._between.offset
         self.offset = added if offset is None else added + offset
 
     def __call__(self, x: Tensor, pasts: Pasts) -> Tensor:
         y = self._between(self._conv(self._before(x), pasts))
-        return x.baddbmm_(self._product.expand(len(x), -1, -1), y)
+        rows = x.shape[0]
+        return x.baddbmm_(self._product if rows == 1 else self._product.expand(rows, -1, -1), y)
 
 
 def _snake(
@@ -362,15 +396,12 @@ def _snake(
     channels: int,
     *,
     offset: Tensor | None = None,
+    last: bool = False,
     scaled: bool = False,
 ) -> SnakeBeta:
     alpha, beta = weights.take(f"{name}.alpha", channels), weights.take(f"{name}.beta", channels)
-    return SnakeBeta(alpha, beta, histories.dtype, offset=offset, scaled=scaled)
+    return SnakeBeta(alpha, beta, histories.dtype, offset=offset, last=last, scaled=scaled)
 
 
-def _conv(
-    weights: Weights, histories: Histories, name: str, outputs: int, inputs: int, *, offset: Tensor | None
-) -> CausalConv:
-    """One of the two convolutions at the vocoder's ends, of kernel 7."""
-    weight = weights.take(f"{name}.weight", outputs, inputs, 7)
-    return CausalConv(histories, weight, weights.take(f"{name}.bias", outputs), offset=offset)
+def _conv(weights: Weights, name: str, outputs: int, inputs: int, kernel: int) -> tuple[Tensor, Tensor]:
+    return weights.take(f"{name}.weight", outputs, inputs, kernel), weights.take(f"{name}.bias", outputs)

@@ -258,3 +258,10 @@ def test_a_tensor_of_another_shape_is_named(folder: Path, config: CodecConfig) -
     ):
         with pytest.raises(CheckpointError, match=name):
             CodecDecoder(wrong, weights, 1)
+
+
+def test_a_decoder_that_does_not_upsample_is_refused(folder: Path, config: CodecConfig) -> None:
+    with pytest.raises(CheckpointError, match="upsample_rates: expected at least one"):
+        CodecDecoder(
+            dataclasses.replace(config, upsample_rates=()), Weights(folder / "speech_tokenizer", torch.float32), 1
+        )
