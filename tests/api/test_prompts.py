@@ -166,7 +166,7 @@ async def test_a_recording_that_cannot_be_used_is_refused_by_field(
 ) -> None:
     error = await refusal(engine, ref_audio=source)
     assert (error.status, error.param) == (400, "ref_audio")
-    assert error.message.startswith("ref_audio: ")
+    assert error.message.startswith("ref_audio is ")
     assert said in error.message
     assert front.asked == []
 
@@ -220,7 +220,7 @@ async def test_a_file_of_another_field_is_read_by_the_same_rules(engine: FakeEng
     data = wav(1)
     recording = await Preparer(engine, None).recording(data, "Words.", param="audio_sample")
     assert (recording.digest, recording.transcript) == (hashlib.sha256(data).hexdigest(), "Words.")
-    with pytest.raises(InvalidRequest, match=r"^audio_sample: is a PDF") as raised:
+    with pytest.raises(InvalidRequest, match=r"^audio_sample is a PDF") as raised:
         await Preparer(engine, None).recording(b"%PDF-1.7", None, param="audio_sample")
     assert raised.value.param == "audio_sample"
 
