@@ -159,7 +159,7 @@ class _Transformer:
 
     def reset(self, slots: Tensor) -> None:
         self._position.index_fill_(0, slots, 0)
-        # Weighed with zero, but not if it is infinite.
+        # The mask keeps old entries out unless they are not finite: nothing weighs those away.
         layers, _, heads, dim = self._ring.shape
         self._ring.view(layers, -1, self._window * heads, dim).index_fill_(1, slots, 0)
 
@@ -187,10 +187,9 @@ class _Transformer:
             new.unbind(),
             strict=True,
         ):
-            heads = (
-                torch.view_as_complex(torch.mm(self._norm(x), layer.qkv).to(angles.dtype).view(*turn.shape, 2)) * turn
-            )
-            qkv = torch.view_as_real(heads).view(rows, frames, -1, self._head_dim)
+            heads = torch.mm(self._norm(x), layer.qkv).to(angles.dtype)
+            turned = torch.view_as_complex(heads.view(*turn.shape, 2)) * turn
+            qkv = torch.view_as_real(turned).view(rows, frames, -1, self._head_dim)
             fresh.copy_(qkv[:, :, self._heads :])
             q = qkv[:, :, : self._heads].transpose(1, 2).to(k.dtype)
             # Queries carry the scale.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pega_omni_plugin.models.qwen3_tts import tiny
@@ -245,6 +245,20 @@ def test_position_knows_no_end(exact: CodecDecoder, config: CodecConfig, codes: 
         later = exact.decode(frame, slots)
     torch.testing.assert_close(later, settled, rtol=0, atol=1e-6)
     assert exact._transformer._position[1] > 8 * 10**5
+
+
+def test_heads_of_queries_may_share_keys(folder: Path, config: CodecConfig, codes: Tensor, tmp_path: Path) -> None:
+    tensors = load_file(folder / "speech_tokenizer" / "model.safetensors")
+    head_dim = config.transformer.head_dim
+    for name in list(tensors):
+        if name.startswith("decoder.") and name.endswith(("k_proj.weight", "v_proj.weight")):
+            tensors[name] = tensors[name][:head_dim].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    shared = dataclasses.replace(config, transformer=dataclasses.replace(config.transformer, kv_heads=1))
+
+    samples = decode(CodecDecoder(shared, Weights(tmp_path, torch.float64), 1), codes[:1, :10], [1], 5)
+
+    torch.testing.assert_close(samples[0], Plain(shared, tmp_path).decode(codes[0, :10]), **TIGHT)
 
 
 def test_a_tensor_of_another_shape_is_named(folder: Path, config: CodecConfig) -> None:
