@@ -7,6 +7,7 @@ idempotent and imports nothing heavy that the process has not imported already.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from functools import partial
@@ -20,12 +21,20 @@ if TYPE_CHECKING:
 ARCHITECTURE = "PegaProgram"
 """The architecture name that our pipelines carry; it resolves to a class that only carries the name."""
 
-PIPELINES = {"pega_sim": "sim", "pega_piper": "piper"}
+PIPELINES = {"pega_sim": "sim", "pega_piper": "piper", "pega_qwen3_tts": "qwen3_tts"}
 """Our pipelines (which are also the ``model_type`` of programs without weights) and the program of each."""
+
+TAKEN_OVER = {"qwen3_tts": "pega_qwen3_tts"}
+"""``model_type`` of checkpoints that vLLM-Omni has a pipeline of its own for, and ours, which takes its place.
+
+``PEGA_TAKE_OVER=0`` leaves vLLM-Omni's in place, and so does a stage file that is not one of ours."""
+
+TAKE_OVER = "PEGA_TAKE_OVER"
 
 _MODELS = Path(__file__).parent / "models"
 
 _done = False
+_take_over = True
 
 
 def register() -> None:
@@ -49,9 +58,23 @@ def program_directory(name: str) -> Path | None:
     return folder if f"pega_{name}" in PIPELINES and folder.is_dir() else None
 
 
-def _is_program_directory(argument: str) -> bool:
-    directories = [program_directory(program) for program in PIPELINES.values()]
-    return Path(argument).resolve() in [directory.resolve() for directory in directories if directory is not None]
+def program_of(checkpoint: Path) -> str | None:
+    """The program that runs a checkpoint in a directory, by its ``model_type``; ``None`` if there is none."""
+    try:
+        model_type = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["model_type"]
+        return PIPELINES.get(TAKEN_OVER.get(model_type, model_type))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def takes_over(deploy_config: Path | None = None) -> bool:
+    """Whether our pipelines take the place of vLLM-Omni's, given the stage file that a server was started with."""
+    if os.environ.get(TAKE_OVER) == "0":
+        return False
+    from pega_omni_plugin.engine.config import is_program_file
+
+    # vLLM-Omni takes names of its own stage files, too, which are no files from here.
+    return deploy_config is None or (deploy_config.is_file() and is_program_file(deploy_config))
 
 
 def _register_configs() -> None:
@@ -68,6 +91,7 @@ def _register_configs() -> None:
 def _register_pipelines() -> None:
     from vllm import ModelRegistry
     from vllm_omni.config import register_pipeline
+    from vllm_omni.config.pipeline_registry import OMNI_PIPELINES
     from vllm_omni.config.stage_config import PipelineConfig, StageExecutionType, StagePipelineConfig
     from vllm_omni.model_executor.models import OmniModelRegistry
 
@@ -96,6 +120,9 @@ def _register_pipelines() -> None:
             stages=(stage,),
         )
         register_pipeline(partial(_resolve, pipeline), model_type=name)
+        for model_type in [taken for taken, ours in TAKEN_OVER.items() if ours == name and _take_over]:
+            # Past ``register_pipeline``, which warns of what is meant here.
+            OMNI_PIPELINES[model_type] = partial(_resolve, pipeline)
 
 
 def _resolve(pipeline: PipelineConfig, hf_config: PretrainedConfig | None) -> PipelineConfig:
@@ -105,7 +132,8 @@ def _resolve(pipeline: PipelineConfig, hf_config: PretrainedConfig | None) -> Pi
     it reads that from the environment after it has resolved the pipeline. Waiting saves that millisecond per message.
     vLLM-Omni also asks every resolver when it searches for a model of another kind, which must not be changed.
     """
-    if hf_config is not None and hf_config.model_type == pipeline.model_type:
+    model_type = None if hf_config is None else hf_config.model_type
+    if pipeline.model_type == TAKEN_OVER.get(model_type, model_type):  # type: ignore[arg-type]
         os.environ.setdefault("VLLM_OMNI_EVENT_DRIVEN_ORCH", "1")
     return pipeline
 
@@ -124,14 +152,18 @@ def _check_command_line() -> None:
     parser.add_argument("--deploy-config", "--deploy_config", type=Path)
     parser.add_argument("--api-server-count", "--api_server_count", "-asc", default="1")
     known, rest = parser.parse_known_args(sys.argv[1:])
-    if known.api_server_count not in ("0", "1") and any(map(_is_program_directory, rest)):
+    ours = [argument for argument in rest if program_of(Path(argument)) is not None]
+    if known.api_server_count not in ("0", "1") and ours and takes_over(known.deploy_config):
         # Further ones are spawned without plugins and fail without a reason.
         sys.exit("pega-omni: --api-server-count above 1: the queue is counted in one API server; leave the option out")
+    global _take_over
     if known.deploy_config is None or not known.deploy_config.is_file():
+        _take_over = takes_over(known.deploy_config)
         return
     from pega_omni_plugin.engine.config import ConfigError, is_program_file, load_stage_file
 
     try:
+        _take_over = takes_over(known.deploy_config)
         if is_program_file(known.deploy_config):
             load_stage_file(known.deploy_config)
     except ConfigError as error:

@@ -20,8 +20,9 @@ from pega_omni_plugin.engine.config import (
     parse_options,
     program_class,
 )
-from pega_omni_plugin.engine.program import Admission, Program
-from pega_omni_plugin.registration import program_directory
+from pega_omni_plugin.engine.program import Admission, Program, RequestError
+from pega_omni_plugin.nn.checkpoint import CheckpointError
+from pega_omni_plugin.registration import program_directory, program_of
 
 _SLOT = 1
 
@@ -30,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("text", help="what to say; - reads it from standard input")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the WAV file to write")
-    parser.add_argument("--model", default="piper", help="piper (default) or sim, or a served model with --base-url")
+    parser.add_argument(
+        "--model",
+        default="piper",
+        help="piper (default), sim or a checkpoint's directory; a served model with --base-url",
+    )
     parser.add_argument("--voice", help="a voice of the model (default: its own)")
     parser.add_argument("--speed", type=float, help="1.0 is the voice's own pace")
     parser.add_argument("--base-url", help="ask this server, as in http://127.0.0.1:8000, instead of speaking here")
@@ -46,7 +51,7 @@ def run(known: argparse.Namespace) -> int:
     document = {key: value for key, value in fields.items() if value is not None}
     try:
         seconds = _ask(known, document) if known.base_url else _speak(known, document)
-    except (ApiError, ConfigError, OSError) as error:
+    except (ApiError, ConfigError, CheckpointError, RequestError, OSError) as error:
         print(f"pega-omni: {error}", file=sys.stderr)
         return 1
     print(f"{known.output}: {seconds:.2f} s of speech")
@@ -54,14 +59,17 @@ def run(known: argparse.Namespace) -> int:
 
 
 def _speak(known: argparse.Namespace, document: dict[str, Any]) -> float:
-    checkpoint = program_directory(known.model)
-    if checkpoint is None:
+    checkpoint = program_directory(known.model) or Path(known.model)
+    name = program_of(checkpoint)
+    if name is None:
         raise ConfigError(f"model {known.model!r} cannot speak in this process; start a server and name it: --base-url")
-    config = load_stage_file(STAGE_CONFIGS / f"{known.model}.yaml")
-    program = program_class(config.program).load(checkpoint, parse_options(config), config.parts, slots=_SLOT)
+    config = load_stage_file(STAGE_CONFIGS / f"{name}.yaml")
+    kind, options = program_class(config.program), parse_options(config)
+    program = kind.load(checkpoint, options, config.parts, slots=_SLOT)
     try:
         call = check_speech(document, program.info, (program.info.model,))
-        program.prefill([Admission(_SLOT, call.speech)])
+        prompt = kind.front(checkpoint, options, program.info).prepare(call.speech)
+        program.prefill([Admission(_SLOT, call.speech, prompt)])
         return _write(known.output, program.info.sample_rate, _steps(program))
     finally:
         program.close()

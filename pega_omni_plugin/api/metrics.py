@@ -92,6 +92,10 @@ class _EngineCollector(Collector):
             ("failed", "Requests that the program failed"),
         ):
             yield self._counter(f"pega_engine_{name}", text, stats[name])
+        finished = CounterMetricFamily("pega_finished", "Requests that ended, by reason", labels=["model", "reason"])
+        for reason, count in stats["finished"].items():
+            finished.add_metric([*self._labels, reason], count)
+        yield finished
         parts = CounterMetricFamily("pega_part_seconds", "Time spent in a part", labels=["model", "part"])
         for part, seconds in stats["part_seconds"].items():
             parts.add_metric([*self._labels, part], seconds)

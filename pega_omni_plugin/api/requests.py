@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
 
 from pega_omni_plugin.api.errors import InvalidRequest, ModelNotFound
+from pega_omni_plugin.api.voices import StoredVoice
 from pega_omni_plugin.engine.program import Option, ProgramInfo, Speech
 
 Format = Literal["wav", "pcm"]
@@ -66,11 +67,12 @@ class SpeechRequest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class SpeechCall:
-    """A checked request: what the engine gets, and how the answer is framed."""
+    """A checked request: what to speak, in a stored voice where one was named, and how the answer is framed."""
 
     speech: Speech
     format: Format
     sse: bool
+    stored: StoredVoice | None = None
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -88,8 +90,18 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return document
 
 
-def check_speech(document: Mapping[str, Any], info: ProgramInfo, served: Collection[str]) -> SpeechCall:
-    """Check a speech request against what is served.
+def no_stored_voice(name: str) -> StoredVoice | None:
+    """The store of programs whose voices are their own."""
+    return None
+
+
+def check_speech(
+    document: Mapping[str, Any],
+    info: ProgramInfo,
+    served: Collection[str],
+    stored: Callable[[str], StoredVoice | None] = no_stored_voice,
+) -> SpeechCall:
+    """Check a speech request against what is served; ``stored`` finds a stored voice by id or name.
 
     Raises:
         InvalidRequest: naming the first field that is wrong and what is allowed.
@@ -123,14 +135,15 @@ def check_speech(document: Mapping[str, Any], info: ProgramInfo, served: Collect
     if not request.input.strip():
         raise InvalidRequest("input is empty; send the text to speak", param="input")
     _check_text("input", request.input, info)
+    voice, stored_voice = _voice(request, info, stored)
     speech = Speech(
         input=request.input,
-        voice=_voice(request.voice, info),
+        voice=voice,
         instructions=_instructions(request, info),
         speed=_speed(request.speed, info),
         **_extra(request, info),
     )
-    return SpeechCall(speech, response_format, stream_format == "sse")  # type: ignore[arg-type]
+    return SpeechCall(speech, response_format, stream_format == "sse", stored_voice)  # type: ignore[arg-type]
 
 
 def _check_text(field: str, text: str, info: ProgramInfo) -> None:
@@ -142,17 +155,34 @@ def _check_text(field: str, text: str, info: ProgramInfo) -> None:
         raise InvalidRequest(f"{field} has a NUL character at position {text.index(chr(0))}; remove it", param=field)
 
 
-def _voice(voice: str | VoiceReference | None, info: ProgramInfo) -> str:
-    name = voice.id if isinstance(voice, VoiceReference) else voice
-    if name is None:
-        return info.default_voice
-    known = [entry.id for entry in info.voices]
-    if name not in known:
-        shown = ", ".join(known[:_VOICES_SHOWN]) + (", …" if len(known) > _VOICES_SHOWN else "")
-        raise InvalidRequest(
-            f"voice {_BRIEF.repr(name)} is unknown; GET /v1/audio/voices lists all: {shown}", param="voice"
-        )
-    return name
+def _voice(
+    request: SpeechRequest, info: ProgramInfo, stored: Callable[[str], StoredVoice | None]
+) -> tuple[str, StoredVoice | None]:
+    name = request.voice.id if isinstance(request.voice, VoiceReference) else request.voice
+    brings_recording = bool(request.ref_audio or (request.extra or {}).get("ref_audio"))
+    if name is None or (info.clones == "recording" and brings_recording):
+        # Beside a recording a voice is a label: clients that must send one fill in anything.
+        return info.default_voice, None
+    known = {voice.id.lower(): voice.id for voice in info.voices}
+    ours = known.get(name.lower()) or info.aliases.get(name.lower())
+    if ours is not None:
+        return ours, None
+    found = stored(name)
+    if found is not None:
+        _check_stored(found, info)
+        return info.default_voice, found
+    listed = list(known.values())
+    shown = ", ".join(listed[:_VOICES_SHOWN]) + (", …" if len(listed) > _VOICES_SHOWN else "")
+    raise InvalidRequest(
+        f"voice {_BRIEF.repr(name)} is unknown; GET /v1/audio/voices lists all: {shown}", param="voice"
+    )
+
+
+def _check_stored(voice: StoredVoice, info: ProgramInfo) -> None:
+    if info.clones == "recording" and not voice.has_audio:
+        raise InvalidRequest(f"voice {voice.id} has no recording, which model {info.model} imitates", param="voice")
+    if info.clones == "description" and not voice.description:
+        raise InvalidRequest(f"voice {voice.id} has no description, which model {info.model} follows", param="voice")
 
 
 def _instructions(request: SpeechRequest, info: ProgramInfo) -> str | None:
@@ -208,6 +238,8 @@ def _accepts(option: Option, value: Any) -> bool:
         return value in option.choices
     if option.kind == "boolean":
         return isinstance(value, bool)
+    if option.kind == "text":
+        return isinstance(value, str) and (option.maximum is None or len(value) <= option.maximum)
     kinds = (int,) if option.kind == "integer" else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         return False
@@ -220,6 +252,8 @@ def _wanted(option: Option) -> str:
         return f"one of {', '.join(option.choices)}"
     if option.kind == "boolean":
         return "true or false"
+    if option.kind == "text":
+        return "text" if option.maximum is None else f"text of at most {option.maximum} characters"
     kind = "an integer" if option.kind == "integer" else "a number"
     if option.minimum is None or option.maximum is None:
         return kind

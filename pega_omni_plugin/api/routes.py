@@ -12,12 +12,16 @@ from starlette.types import Receive, Scope, Send
 
 from pega_omni_plugin.api import errors
 from pega_omni_plugin.api.errors import ApiError, BodyTooLarge
+from pega_omni_plugin.api.prompts import MAX_RECORDING_BYTES
 from pega_omni_plugin.api.requests import parse_json
 from pega_omni_plugin.api.speech import Caller, CallerGone, SpeechService
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
+
+MAX_RECORDING_BODY_BYTES = MAX_BODY_BYTES + 4 * MAX_RECORDING_BYTES // 3
+"""Where a recording may come along, in base64."""
 
 SEND_SECONDS = 60.0
 """A reader that takes nothing for so long is gone; what waits for it is held in memory."""
@@ -111,21 +115,22 @@ async def _send_piece(send: Send, data: bytes) -> None:
 
 async def _document(receive: Receive, service: SpeechService) -> dict[str, Any]:
     try:
-        return parse_json(await _read(receive))
+        recordings = service.engine.info.clones == "recording"
+        return parse_json(await _read(receive, MAX_RECORDING_BODY_BYTES if recordings else MAX_BODY_BYTES))
     except ApiError:
         service.metrics.ended("invalid")
         raise
 
 
-async def _read(receive: Receive) -> bytes:
+async def _read(receive: Receive, most: int) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise CallerGone
         body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"the body is over {MAX_BODY_BYTES} bytes; send less text")
+        if len(body) > most:
+            raise BodyTooLarge(f"the body is over {most} bytes; send less")
         if not message.get("more_body", False):
             return bytes(body)
 

@@ -11,12 +11,14 @@ from typing import Any
 import orjson
 import pybase64
 
-from pega_omni_plugin.api.errors import ApiError, InvalidRequest, ModelNotFound, from_engine
+from pega_omni_plugin.api.errors import ApiError, BodyTooLarge, InvalidRequest, ModelNotFound, from_engine
 from pega_omni_plugin.api.metrics import Metrics, Outcome
-from pega_omni_plugin.api.requests import SpeechCall, check_speech
+from pega_omni_plugin.api.prompts import Preparer
+from pega_omni_plugin.api.requests import SpeechCall
+from pega_omni_plugin.api.voices import VoiceStore
 from pega_omni_plugin.audio.wav import wav_header
 from pega_omni_plugin.engine.errors import EngineBusy, EngineDead, EngineError, EngineTimeout
-from pega_omni_plugin.engine.program import Pcm, Speech
+from pega_omni_plugin.engine.program import Pcm, Prompt
 from pega_omni_plugin.engine.stream import SpeechEngine, SpeechStream
 
 PIECE_SAMPLES = 32_768
@@ -54,8 +56,11 @@ class SpeechAnswer:
     Iterate over ``audio`` (wav or pcm bytes) or ``events`` (server-sent events).
     """
 
-    def __init__(self, call: SpeechCall, stream: SpeechStream, engine: SpeechEngine, first: Pcm) -> None:
+    def __init__(
+        self, call: SpeechCall, prompt: Prompt, stream: SpeechStream, engine: SpeechEngine, first: Pcm
+    ) -> None:
         self.call = call
+        self._prompt = prompt
         self.sample_rate = engine.info.sample_rate
         self.samples = 0
         self.error: EngineError | None = None
@@ -99,11 +104,12 @@ class SpeechAnswer:
         yield _event({"type": "speech.audio.done", "usage": self.usage})
 
     @property
-    def usage(self) -> dict[str, int]:
-        """What the request took, in the program's input units and frames of audio."""
-        units = len(self.call.speech.input)
-        frames = self._stream.ending.frames if self._stream.ending else 0
-        return {"input_tokens": units, "output_tokens": frames, "total_tokens": units + frames}
+    def usage(self) -> dict[str, Any]:
+        """What the request took, in the program's prompt units and frames of audio, and why it ended."""
+        units, ending = self._prompt.units, self._stream.ending
+        frames = ending.frames if ending else 0
+        counts = {"input_tokens": units, "output_tokens": frames, "total_tokens": units + frames}
+        return counts | {"finish_reason": ending.finish if ending else None}
 
     def _pieces(self, pcm: Pcm) -> Iterator[bytes]:
         for start in range(0, len(pcm), PIECE_SAMPLES):
@@ -115,10 +121,15 @@ class SpeechAnswer:
 class SpeechService:
     """Speech requests against one engine: validation, metrics and the outcome of each, in one place."""
 
-    def __init__(self, engine: SpeechEngine, served: Collection[str], metrics: Metrics) -> None:
+    def __init__(
+        self, engine: SpeechEngine, served: Collection[str], metrics: Metrics, voices: VoiceStore | None = None
+    ) -> None:
+        """``voices`` keeps what callers make; only asked for programs that have a use for it."""
         self.engine = engine
         self.served = tuple(served)
         self.metrics = metrics
+        self.voices = voices if engine.info.clones is not None else None
+        self.prompts = Preparer(engine, self.voices)
         self.ready = False
 
     @asynccontextmanager
@@ -132,14 +143,14 @@ class SpeechService:
         arrived = time.perf_counter()
         outcome: Outcome = "failed"
         try:
-            call = check_speech(document, self.engine.info, self.served)
-            async with self.engine.speak(call.speech) as stream:
+            call, prompt = await self.prompts.prepare(document, self.served)
+            async with self.engine.speak(call.speech, prompt) as stream:
                 caller.listen(stream)
                 first = await anext(stream, None)
                 if first is None:
                     raise ApiError("the engine made no audio for this input")
                 self.metrics.first_audio(time.perf_counter() - arrived)
-                answer = SpeechAnswer(call, stream, self.engine, first)
+                answer = SpeechAnswer(call, prompt, stream, self.engine, first)
                 try:
                     yield answer
                 finally:
@@ -149,7 +160,7 @@ class SpeechService:
                 outcome = "complete" if answer.complete else "cancelled"
                 if answer.complete:
                     self.metrics.complete(time.perf_counter() - arrived)
-        except (InvalidRequest, ModelNotFound):
+        except (InvalidRequest, ModelNotFound, BodyTooLarge):
             outcome = "invalid"
             raise
         except EngineError as error:
@@ -167,7 +178,8 @@ class SpeechService:
         Raises:
             EngineError: it cannot speak.
         """
-        async with self.engine.speak(Speech("Hello.", self.engine.info.default_voice, seed=0)) as stream:
+        speech, prompt = await asyncio.to_thread(self.engine.front.sample)
+        async with self.engine.speak(speech, prompt) as stream:
             async for _ in stream:
                 pass
         self.ready = True

@@ -16,6 +16,7 @@ from prometheus_client import REGISTRY
 from pega_omni_plugin.api.metrics import Metrics
 from pega_omni_plugin.api.routes import build_router
 from pega_omni_plugin.api.speech import SpeechService
+from pega_omni_plugin.api.voices import VoiceStore, voices_folder
 from pega_omni_plugin.engine.client import EngineClient, runs_our_program
 from pega_omni_plugin.engine.exit import end_process
 from pega_omni_plugin.versions import check_versions
@@ -41,7 +42,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     client = await EngineClient.connect(omni)
     client.on_death = end_process
     served = served_names(app, client)
-    service = SpeechService(client, served, Metrics(REGISTRY, client, served[0]))
+    service = SpeechService(client, served, Metrics(REGISTRY, client, served[0]), VoiceStore(voices_folder()))
     await service.warm_up()
     app.state.pega = service
     # In front: they take the place of vLLM-Omni's own, and routing tries one after the other.

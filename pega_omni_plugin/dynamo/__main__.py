@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pega_omni_plugin.engine.config import ConfigError, find_stage_file, is_program_file, load_stage_file
-from pega_omni_plugin.registration import PIPELINES, program_directory
+from pega_omni_plugin.registration import PIPELINES, program_directory, program_of
 from pega_omni_plugin.versions import check_versions
 
 LAST_STATUS_PORT = 32_767
@@ -45,10 +45,8 @@ def check_model(model: str) -> None:
         ConfigError: naming the directory, its model type, and what is served.
     """
     config = Path(model) / "config.json"
-    if not config.is_file():
-        return
-    model_type = json.loads(config.read_text()).get("model_type")
-    if model_type not in PIPELINES:
+    if config.is_file() and program_of(config.parent) is None:
+        model_type = json.loads(config.read_text()).get("model_type")
         served = ", ".join(sorted(PIPELINES.values()))
         raise ConfigError(f"--model {model}: model type {model_type!r} has no program here; there are: {served}")
 

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from pega_omni_plugin.api.errors import ApiError
 from pega_omni_plugin.api.metrics import Metrics
 from pega_omni_plugin.api.speech import Caller, CallerGone, SpeechService
+from pega_omni_plugin.api.voices import VoiceStore, voices_folder
 from pega_omni_plugin.dynamo.mapping import HEALTH_CHECK, audio_item, dynamo_error, speech_document
 from pega_omni_plugin.engine.client import EngineClient, runs_our_program, start_engine
 from pega_omni_plugin.engine.errors import EngineDead
@@ -91,7 +92,7 @@ async def serve(options: WorkerOptions) -> None:
     client = await EngineClient.connect(omni)
     registry = CollectorRegistry()
     served = options.served or (client.info.model,)
-    service = SpeechService(client, served, Metrics(registry, client, served[0]))
+    service = SpeechService(client, served, Metrics(registry, client, served[0]), VoiceStore(voices_folder()))
     await service.warm_up()
 
     leaving: set[asyncio.Future[Any]] = set()

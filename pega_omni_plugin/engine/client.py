@@ -24,8 +24,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
+from pega_omni_plugin.engine.config import make_front
 from pega_omni_plugin.engine.errors import CallFailed, EngineBusy, EngineDead, EngineTimeout, RequestFailed
-from pega_omni_plugin.engine.program import ProgramInfo, Speech
+from pega_omni_plugin.engine.program import Front, ProgramInfo, Prompt, Speech
 from pega_omni_plugin.engine.shared import SWITCH_SECONDS
 from pega_omni_plugin.engine.stream import SpeechStream
 from pega_omni_plugin.engine.wire import decode_ending, decode_info, encode_speech
@@ -42,6 +43,7 @@ class EngineClient:
 
     def __init__(self, omni: AsyncOmni, description: Mapping[str, Any]) -> None:
         self.info: ProgramInfo = decode_info(orjson.dumps(description["info"]))
+        self.front: Front = make_front(description, self.info)
         self.slots: int = description["slots"]
         self.queue: int = description["queue"]
         self.stats: Mapping[str, Any] = {}
@@ -84,20 +86,24 @@ class EngineClient:
         """Requests that wait, run, are read by their callers, or are being aborted."""
         return len(self._requests)
 
+    def check_room(self) -> None:
+        """Raise what ``speak`` would at this moment, before anything is done for a request."""
+        if self.dead is not None:
+            raise self.dead
+        if self.in_flight >= self.slots + self.queue:
+            raise EngineBusy(f"{self.slots} requests run and {self.queue} wait already; try again in a moment")
+
     @asynccontextmanager
-    async def speak(self, speech: Speech) -> AsyncIterator[SpeechStream]:
+    async def speak(self, speech: Speech, prompt: Prompt) -> AsyncIterator[SpeechStream]:
         """Submit a request; leaving the block aborts what is left of it.
 
         Raises:
             EngineBusy: all slots are taken and the queue is full.
             EngineDead: the engine process is gone.
         """
-        if self.dead is not None:
-            raise self.dead
-        if self.in_flight >= self.slots + self.queue:
-            raise EngineBusy(f"{self.slots} requests run and {self.queue} wait already; try again in a moment")
+        self.check_room()
         stream = SpeechStream(self._stall_seconds, self._request_seconds)
-        pump = asyncio.create_task(self._pump(stream, speech))
+        pump = asyncio.create_task(self._pump(stream, speech, prompt))
         self._streams.add(stream)
         self._requests.add(stream)
         self._pumps.add(pump)
@@ -148,12 +154,12 @@ class EngineClient:
         if self._poll is not None:
             self._poll.cancel()
 
-    async def _pump(self, stream: SpeechStream, speech: Speech) -> None:
-        prompt = {"prompt_token_ids": [0], "additional_information": encode_speech(speech, len(speech.input))}
+    async def _pump(self, stream: SpeechStream, speech: Speech, prompt: Prompt) -> None:
+        request = {"prompt_token_ids": [0], "additional_information": encode_speech(speech, prompt)}
         reason: str | None = None
         try:
             async for output in self._omni.generate(
-                prompt=prompt, request_id=uuid.uuid4().hex, sampling_params_list=self._sampling
+                prompt=request, request_id=uuid.uuid4().hex, sampling_params_list=self._sampling
             ):
                 audio = (output.multimodal_output or {}).get("audio")
                 if audio is not None and audio.numel():
@@ -197,16 +203,22 @@ class EngineClient:
         self._poll = asyncio.create_task(self._poll_stats())
 
     async def _poll_stats(self) -> None:
-        """Keep ``stats`` fresh for scrapes, and notice what sentinels cannot: a stage that vLLM-Omni gave up."""
+        """Keep ``stats`` fresh for scrapes, and notice what sentinels cannot: a stage that vLLM-Omni gave up, or one
+        that lives and answers no more."""
+        now = asyncio.get_running_loop().time
+        answered = now()
         while self.dead is None:
             try:
                 self.stats = orjson.loads(await self.call("stats", seconds=_CALL_SECONDS))
+                answered = now()
                 async with asyncio.timeout(_CALL_SECONDS):
                     await self._omni.check_health()
             except EngineDeadError as error:
                 self._died(str(error))
             except (EngineTimeout, CallFailed, TimeoutError) as error:
                 logger.warning("engine statistics: %s", error)
+                if now() - answered > self._stall_seconds:
+                    self._died(f"the engine has not answered for {self._stall_seconds:g} s")
             except EngineDead:
                 return
             await asyncio.sleep(_POLL_SECONDS)

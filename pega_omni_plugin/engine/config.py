@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from pega_omni_plugin.engine.program import Part, PartConfig, Program
+from pega_omni_plugin.engine.program import Front, Part, PartConfig, Program, ProgramInfo
 
 PROGRAMS: Mapping[str, str] = {
     "sim": "pega_omni_plugin.models.sim.program:SimProgram",
     "piper": "pega_omni_plugin.models.piper.program:PiperProgram",
+    "qwen3_tts": "pega_omni_plugin.models.qwen3_tts.program:Qwen3TtsProgram",
 }
 """Program names that a stage file may use, and where each is."""
 
@@ -86,7 +87,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    program: Literal["sim", "piper"]
+    program: Literal["sim", "piper", "qwen3_tts"]
     profile: Literal["ttfa", "balanced", "throughput"] = "balanced"
     chunks: ChunkProfile | None = None
     slots: Annotated[int, Field(ge=1, le=4096)] = 64
@@ -142,6 +143,13 @@ def parse_options(config: EngineConfig, where: str = "options") -> Any:
         return TypeAdapter(kind).validate_python(dict(config.options))
     except ValidationError as error:
         raise ConfigError(f"{where}: {_reasons(error, ())}") from error
+
+
+def make_front(description: Mapping[str, Any], info: ProgramInfo) -> Front:
+    """The front of the program that an engine described (``ProgramWorker.describe``)."""
+    config = EngineConfig(program=description["program"], options=description["options"])
+    front: Front = program_class(config.program).front(Path(description["checkpoint"]), parse_options(config), info)
+    return front
 
 
 def load_stage_file(path: Path) -> EngineConfig:

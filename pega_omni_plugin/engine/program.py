@@ -18,8 +18,9 @@ import numpy.typing as npt
 Pcm = npt.NDArray[np.int16]
 """Mono 16-bit audio at the program's own sample rate, shape ``[samples]``."""
 
-FinishReason = Literal["stop", "length"]
-"""Why a stream ended: ``stop``, the speech is complete; ``length``, the frame limit cut it."""
+FinishReason = Literal["stop", "length", "repetition", "silence"]
+"""Why a stream ended: ``stop``, the speech is complete; ``length``, the frame limit cut it; ``repetition`` and
+``silence``, the model had lost its way and went round in circles or said nothing more."""
 
 Part = Literal["thinker", "codec", "decoder"]
 PARTS: tuple[Part, ...] = ("thinker", "codec", "decoder")
@@ -38,10 +39,11 @@ class Voice:
 class Option:
     """A key that a caller may send in ``extra``, and what its value may be.
 
-    ``integer`` and ``number`` have inclusive bounds, ``choice`` lists its strings.
+    ``integer`` and ``number`` have inclusive bounds, ``choice`` lists its strings, ``text`` has at most ``maximum``
+    characters.
     """
 
-    kind: Literal["integer", "number", "boolean", "choice"]
+    kind: Literal["integer", "number", "boolean", "choice", "text"]
     description: str
     minimum: int | float | None = None
     maximum: int | float | None = None
@@ -53,7 +55,10 @@ class ProgramInfo:
     """What a loaded program serves; the API validates every request against it, once, before the engine.
 
     ``sample_rate`` is in Hz, ``frame_samples`` is the unit of usage and of chunk policy, ``speeds`` is the inclusive
-    range of the ``speed`` field that the program itself can follow. ``input_unit`` names what ``input_tokens`` counts.
+    range of the ``speed`` field that the program itself can follow. ``aliases`` are further names of voices, by the
+    voice's id. ``clones`` says what further voices may be made from: a recording, whose length in seconds, silence at
+    its ends left out, ``recording_seconds`` bounds, and which may be named by URL if ``recording_urls``; or a
+    description.
     """
 
     model: str
@@ -67,7 +72,10 @@ class ProgramInfo:
     speeds: tuple[float, float] = (1.0, 1.0)
     instructions: bool = False
     options: Mapping[str, Option] = field(default_factory=dict)
-    input_unit: str = "character"
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    clones: Literal["recording", "description"] | None = None
+    recording_seconds: tuple[float, float] = (1.0, 30.0)
+    recording_urls: bool = False
 
     @property
     def frame_seconds(self) -> float:
@@ -88,11 +96,75 @@ class Speech:
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """A voice to imitate: mono float32 ``pcm`` at the program's sample rate, and what it says, where that is known.
+
+    ``digest`` names its content, so that work done for it need not be done twice.
+    """
+
+    pcm: npt.NDArray[np.float32]
+    digest: str
+    transcript: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a program's front made of a request: ``units`` (the tokens of its prompt) count against the budget of a
+    step; ``data`` are JSON values that only the program reads."""
+
+    units: int
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RequestError(ValueError):
+    """A request that the program cannot serve; ``field`` of the body is at fault."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Front(Protocol):
+    """A program's half in the process that takes requests: it knows the checkpoint's texts, not its weights.
+
+    May be called from several threads at once.
+    """
+
+    def prepare(self, speech: Speech, recording: Recording | None = None) -> Prompt:
+        """Make the prompt. Takes time where there is a new ``recording``, which must be encoded.
+
+        Raises ``RequestError`` for a request that the program cannot serve.
+        """
+        ...
+
+    def sample(self) -> tuple[Speech, Prompt]:
+        """A short request, to see that everything works."""
+        ...
+
+
+class CharacterFront:
+    """The front of programs that take text as it is: a unit is a character."""
+
+    def __init__(self, info: ProgramInfo) -> None:
+        self._info = info
+
+    def prepare(self, speech: Speech, recording: Recording | None = None) -> Prompt:
+        """Count the characters."""
+        return Prompt(len(speech.input))
+
+    def sample(self) -> tuple[Speech, Prompt]:
+        """A word in the default voice."""
+        speech = Speech("Hello.", self._info.default_voice, seed=0)
+        return speech, self.prepare(speech)
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
-    """A request that enters ``slot``. Everything the slot held before is void."""
+    """A request that enters ``slot``, with what the front made of it. Everything the slot held before is void."""
 
     slot: int
     speech: Speech
+    prompt: Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +182,15 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class PartConfig:
-    """Where a part of a program runs. ``graphs`` captures it as CUDA graphs (CUDA only)."""
+    """Where a part of a program runs.
 
-    device: str = "cpu"
-    dtype: str = "float32"
-    graphs: bool = False
+    ``device`` ``auto`` is the first GPU, or the CPU where there is none; ``dtype`` ``auto`` is bfloat16 on a GPU and
+    float32 on the CPU. ``graphs`` captures the part as CUDA graphs, on a GPU.
+    """
+
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    graphs: bool = True
 
 
 class FatalProgramError(RuntimeError):
@@ -140,6 +216,14 @@ class Program(Protocol):
         """Load the weights in ``checkpoint`` and allocate state for ``slots`` slots.
 
         Raises ``FileNotFoundError`` or ``ValueError`` naming the file or field at fault.
+        """
+        ...
+
+    @classmethod
+    def front(cls, checkpoint: Path, options: Any, info: ProgramInfo) -> Front:
+        """The half of the program that makes prompts, in another process than the one that loaded it.
+
+        Raises as ``load`` does.
         """
         ...
 

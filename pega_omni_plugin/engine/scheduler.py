@@ -24,7 +24,7 @@ from vllm_omni.engine import OmniEngineCoreOutput, OmniEngineCoreOutputs
 from pega_omni_plugin.engine.chunks import Due
 from pega_omni_plugin.engine.config import parse_engine
 from pega_omni_plugin.engine.outbox import LongMessages, Outgoing
-from pega_omni_plugin.engine.program import Admission, Speech, StepOutput
+from pega_omni_plugin.engine.program import Admission, Prompt, Speech, StepOutput
 from pega_omni_plugin.engine.shared import PROCESS, Plan, Result
 from pega_omni_plugin.engine.slots import SlotPool
 from pega_omni_plugin.engine.wire import Ending, decode_speech, encode_ending
@@ -37,7 +37,7 @@ _PLACEHOLDER_TOKEN = 0
 class _Waiting:
     request: Request
     speech: Speech
-    units: int
+    prompt: Prompt
     since: float
 
 
@@ -129,18 +129,18 @@ class ProgramScheduler(SchedulerInterface):
         while self._waiting:
             waiting = self._waiting[0]
             # A prompt over the budget is admitted alone, or it would wait for ever.
-            if admissions and waiting.units > budget:
+            if admissions and waiting.prompt.units > budget:
                 break
             slot = self._slots.lease()
             if slot is None:
                 break
             self._waiting.popleft()
-            budget -= waiting.units
+            budget -= waiting.prompt.units
             request = waiting.request
             request.status = RequestStatus.RUNNING
             audio = Outgoing(self._config.chunk_profile, self._info.sample_rate, self._info.frame_samples)
             self._streams[request.request_id] = self._by_slot[slot] = _Stream(request, slot, audio)
-            admissions.append(Admission(slot, waiting.speech))
+            admissions.append(Admission(slot, waiting.speech, waiting.prompt))
             self._stats.queue_seconds.observe(time.monotonic() - waiting.since)
             self._stats.admitted += 1
         self._count()
@@ -156,6 +156,7 @@ class ProgramScheduler(SchedulerInterface):
             frames = math.ceil(stream.audio.samples / self._info.frame_samples)
             stream.audio.ending = Ending(output.finish, frames)
             self._stats.frames += frames
+            self._stats.finished[output.finish] = self._stats.finished.get(output.finish, 0) + 1
             self._free(stream)
         due = stream.audio.due(now, self._step_seconds)
         if due is Due.SOON:
@@ -169,7 +170,8 @@ class ProgramScheduler(SchedulerInterface):
         message = OmniEngineCoreOutput(
             request_id=stream.request.request_id,
             new_token_ids=[_PLACEHOLDER_TOKEN],
-            multimodal_output={"audio": torch.from_numpy(pcm)},
+            # vLLM's encoder cannot take an empty tensor.
+            multimodal_output={"audio": torch.from_numpy(pcm)} if len(pcm) else {},
         )
         if stream.audio.complete and stream.audio.ending is not None:
             message.finish_reason = VllmFinishReason.STOP
@@ -201,11 +203,11 @@ class ProgramScheduler(SchedulerInterface):
     def add_request(self, request: Request) -> None:
         """Queue a request; one that is not ours is refused with the next step."""
         try:
-            speech, units = decode_speech(request.additional_information)
+            speech, prompt = decode_speech(request.additional_information)
         except ValueError as error:
             self._refused.append((request, str(error)))
             return
-        self._waiting.append(_Waiting(request, speech, units, time.monotonic()))
+        self._waiting.append(_Waiting(request, speech, prompt, time.monotonic()))
         self._count()
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pega_omni_plugin.engine.program import Admission, Part, ProgramInfo, StepOutput
+from pega_omni_plugin.engine.program import Admission, FinishReason, Part, ProgramInfo, StepOutput
 
 TIME_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24)
 """Upper bounds in seconds of the engine's histograms: doubling from a step that costs nothing to a long queue."""
@@ -53,6 +53,7 @@ class EngineStats:
     admitted: int = 0
     aborted: int = 0
     failed: int = 0
+    finished: dict[FinishReason, int] = field(default_factory=dict)
     queue_seconds: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS))
     step_seconds: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS))
     batch: Histogram = field(default_factory=lambda: Histogram(BATCH_BOUNDS))
@@ -95,4 +96,5 @@ def stats_document(stats: EngineStats) -> dict[str, Any]:
         for value in (getattr(stats, name),)
     }
     names = ("slots", "waiting", "running", "steps", "frames", "messages", "admitted", "aborted", "failed")
-    return {name: getattr(stats, name) for name in names} | histograms | {"part_seconds": dict(stats.part_seconds)}
+    counters = {name: getattr(stats, name) for name in names}
+    return counters | histograms | {"finished": dict(stats.finished), "part_seconds": dict(stats.part_seconds)}

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, Self
 
 from pega_omni_plugin.engine.errors import EngineDead, EngineTimeout
-from pega_omni_plugin.engine.program import Pcm, ProgramInfo, Speech
+from pega_omni_plugin.engine.program import Front, Pcm, ProgramInfo, Prompt, Speech
 from pega_omni_plugin.engine.wire import Ending
 
 
@@ -76,6 +76,7 @@ class SpeechEngine(Protocol):
     """What the API needs of an engine."""
 
     info: ProgramInfo
+    front: Front
     dead: EngineDead | None
     stats: Mapping[str, Any]
 
@@ -84,6 +85,10 @@ class SpeechEngine(Protocol):
         """Requests submitted and not yet over."""
         ...
 
-    def speak(self, speech: Speech) -> AbstractAsyncContextManager[SpeechStream]:
+    def check_room(self) -> None:
+        """Raise what ``speak`` would at this moment: ``EngineBusy`` or ``EngineDead``."""
+        ...
+
+    def speak(self, speech: Speech, prompt: Prompt) -> AbstractAsyncContextManager[SpeechStream]:
         """Submit a request; leaving the block aborts what is left of it. Raises ``EngineBusy`` or ``EngineDead``."""
         ...

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from pega_omni_plugin.engine.program import FinishReason, ProgramInfo, Speech
+from pega_omni_plugin.engine.program import FinishReason, ProgramInfo, Prompt, Speech
 
 KEY = "pega"
 
@@ -20,7 +20,7 @@ KEY = "pega"
 @dataclass(frozen=True, slots=True)
 class _Envelope:
     speech: Speech
-    units: int
+    prompt: Prompt
 
 
 _ENVELOPE = TypeAdapter(_Envelope)
@@ -35,12 +35,12 @@ class Ending:
     frames: int
 
 
-def encode_speech(speech: Speech, units: int) -> dict[str, Any]:
-    """The ``additional_information`` of a speech request that counts ``units`` against the prompt budget."""
-    return {KEY: [orjson.dumps(_Envelope(speech, units)).decode()]}
+def encode_speech(speech: Speech, prompt: Prompt) -> dict[str, Any]:
+    """The ``additional_information`` of a speech request and its prompt."""
+    return {KEY: [orjson.dumps(_Envelope(speech, prompt)).decode()]}
 
 
-def decode_speech(information: Any) -> tuple[Speech, int]:
+def decode_speech(information: Any) -> tuple[Speech, Prompt]:
     """What ``encode_speech`` wrote, on the engine's side. Raises ``ValueError`` for a request that is not ours."""
     entry = information.entries.get(KEY) if information is not None else None
     try:
@@ -49,7 +49,7 @@ def decode_speech(information: Any) -> tuple[Speech, int]:
         raise ValueError(
             "the request was not made by this package's API; send speech requests to /v1/audio/speech"
         ) from error
-    return envelope.speech, envelope.units
+    return envelope.speech, envelope.prompt
 
 
 def encode_ending(ending: Ending) -> str:

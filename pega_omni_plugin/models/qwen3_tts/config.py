@@ -9,30 +9,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pega_omni_plugin.nn.checkpoint import CheckpointError, read_json
+from pega_omni_plugin.nn.transformer import StackDims
 
 Variant = Literal["custom_voice", "voice_design", "base"]
-
-
-@dataclass(frozen=True, slots=True)
-class StackConfig:
-    """A transformer stack. ``rope_theta`` is the base of the rotary embedding."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    rope_theta: float
 
 
 @dataclass(frozen=True, slots=True)
 class TalkerConfig:
     """The talker (text and codes to codebook 0) and its code predictor (codebooks 1 to ``groups - 1``)."""
 
-    stack: StackConfig
-    predictor: StackConfig
+    stack: StackDims
+    predictor: StackDims
     text_hidden: int
     text_vocab: int
     vocab: int
@@ -61,7 +48,7 @@ class CodecConfig:
     codebook_dim: int
     latent: int
     channels: int
-    transformer: StackConfig
+    transformer: StackDims
     window: int
     upsampling_ratios: tuple[int, ...]
     upsample_rates: tuple[int, ...]
@@ -109,7 +96,7 @@ def read_config(folder: Path) -> Qwen3TtsConfig:
     Raises:
         CheckpointError: a file or a key is missing, or a value does not fit; names it.
     """
-    root = _Section(folder / "config.json")
+    root = Section(folder / "config.json")
     if root.text("model_type") != "qwen3_tts":
         raise root.wrong("model_type", f"expected 'qwen3_tts', got {root.text('model_type')!r}")
     tokenizer = root.text("tokenizer_type")
@@ -122,8 +109,8 @@ def read_config(folder: Path) -> Qwen3TtsConfig:
         variant=variant,  # type: ignore[arg-type]
         size=root.text("tts_model_size"),
         talker=_talker(root.section("talker_config")),
-        codec=_codec(_Section(folder / "speech_tokenizer" / "config.json")),
-        generation=_generation(_Section(folder / "generation_config.json")),
+        codec=_codec(Section(folder / "speech_tokenizer" / "config.json")),
+        generation=_generation(Section(folder / "generation_config.json")),
         **{
             name: root.integer(f"{name}_token_id")
             for name in ("assistant", "im_start", "im_end", "tts_pad", "tts_bos", "tts_eos")
@@ -137,7 +124,7 @@ def read_config(folder: Path) -> Qwen3TtsConfig:
     return config
 
 
-def _talker(section: _Section) -> TalkerConfig:
+def _talker(section: Section) -> TalkerConfig:
     predictor = section.section("code_predictor_config")
     groups = section.integer("num_code_groups")
     if predictor.integer("num_code_groups") != groups:
@@ -175,7 +162,7 @@ def _talker(section: _Section) -> TalkerConfig:
     )
 
 
-def _codec(root: _Section) -> CodecConfig:
+def _codec(root: Section) -> CodecConfig:
     section = root.section("decoder_config")
     frame_samples = root.integer("decode_upsample_rate")
     ratios, rates = section.integer_list("upsampling_ratios"), section.integer_list("upsample_rates")
@@ -196,7 +183,7 @@ def _codec(root: _Section) -> CodecConfig:
     )
 
 
-def _generation(section: _Section) -> GenerationConfig:
+def _generation(section: Section) -> GenerationConfig:
     """Keys that a checkpoint leaves out have the values of the official package (``_merge_generate_kwargs``)."""
 
     def sampling(prefix: str, do_sample: str) -> Sampling:
@@ -215,8 +202,8 @@ def _generation(section: _Section) -> GenerationConfig:
     )
 
 
-def _stack(section: _Section) -> StackConfig:
-    return StackConfig(
+def _stack(section: Section) -> StackDims:
+    return StackDims(
         hidden=section.integer("hidden_size"),
         intermediate=section.integer("intermediate_size"),
         layers=section.integer("num_hidden_layers"),
@@ -228,7 +215,7 @@ def _stack(section: _Section) -> StackConfig:
     )
 
 
-class _Section:
+class Section:
     """An object of a configuration file that knows where it stands."""
 
     def __init__(self, path: Path, values: Mapping[str, Any] | None = None, prefix: str = "") -> None:
@@ -242,8 +229,8 @@ class _Section:
     def optional(self, key: str) -> Any:
         return self._values.get(key)
 
-    def section(self, key: str) -> _Section:
-        return _Section(self._path, self.mapping(key), f"{self._prefix}{key}.")
+    def section(self, key: str) -> Section:
+        return Section(self._path, self.mapping(key), f"{self._prefix}{key}.")
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         value: Mapping[str, Any] = self._get(key, dict, "an object")

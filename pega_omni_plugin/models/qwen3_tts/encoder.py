@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from pega_omni_plugin.models.qwen3_tts.config import _Section
+from pega_omni_plugin.models.qwen3_tts.config import Section
 from pega_omni_plugin.nn.checkpoint import Weights
 
 _STEPS = 2
@@ -60,7 +60,7 @@ def read_encoder_config(path: Path) -> EncoderConfig:
     Raises:
         CheckpointError: the file is missing, or a value does not fit; names it.
     """
-    root = _Section(path)
+    root = Section(path)
     section = root.section("encoder_config")
     for key, only in (
         ("use_causal_conv", True),

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from pega_omni_plugin.models.qwen3_tts.config import _Section
+from pega_omni_plugin.models.qwen3_tts.config import Section
 from pega_omni_plugin.models.qwen3_tts.encoder import CodecEncoder, read_encoder_config
 from pega_omni_plugin.models.qwen3_tts.speaker import SAMPLE_RATE, SpeakerEncoder, read_speaker_config
 from pega_omni_plugin.nn.checkpoint import Weights
@@ -55,7 +55,7 @@ class ReferenceEncoder:
         Raises:
             CheckpointError: it is no ``base`` checkpoint, a file, key or tensor is missing, or one does not fit.
         """
-        root = _Section(checkpoint / "config.json")
+        root = Section(checkpoint / "config.json")
         variant = root.text("tts_model_type")
         if variant != "base":
             raise root.wrong("tts_model_type", f"only 'base' checkpoints clone voices, this one is {variant!r}")
@@ -67,11 +67,11 @@ class ReferenceEncoder:
         tokenizer = checkpoint / "speech_tokenizer"
         codec = read_encoder_config(tokenizer / "config.json")
         if codec.sample_rate != SAMPLE_RATE:
-            raise _Section(tokenizer / "config.json").wrong(
+            raise Section(tokenizer / "config.json").wrong(
                 "input_sample_rate", f"expected the speaker encoder's {SAMPLE_RATE} Hz, got {codec.sample_rate}"
             )
         if not codec.semantic < groups <= codec.quantizers:
-            raise _Section(tokenizer / "config.json").wrong(
+            raise Section(tokenizer / "config.json").wrong(
                 "encoder_valid_num_quantizers",
                 f"{codec.quantizers} does not go with the talker's {groups} codes a frame",
             )

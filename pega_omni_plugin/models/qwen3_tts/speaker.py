@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from pega_omni_plugin.models.qwen3_tts.config import _Section
+from pega_omni_plugin.models.qwen3_tts.config import Section
 from pega_omni_plugin.nn.checkpoint import Weights
 
 SAMPLE_RATE = 24000
@@ -38,7 +38,7 @@ class SpeakerConfig:
     parts: int
 
 
-def read_speaker_config(section: _Section) -> SpeakerConfig:
+def read_speaker_config(section: Section) -> SpeakerConfig:
     """Dimensions from ``speaker_encoder_config``; keys left out have ``Qwen3TTSSpeakerEncoderConfig``'s defaults.
 
     Raises:

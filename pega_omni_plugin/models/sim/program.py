@@ -18,7 +18,9 @@ import numpy as np
 
 from pega_omni_plugin.engine.program import (
     Admission,
+    CharacterFront,
     FinishReason,
+    Front,
     Option,
     Part,
     PartConfig,
@@ -131,6 +133,11 @@ class SimProgram:
     ) -> Self:  # there is nothing in the checkpoint but its name
         """Ready at once."""
         return cls(options)
+
+    @classmethod
+    def front(cls, checkpoint: Path, options: SimOptions, info: ProgramInfo) -> Front:
+        """Text goes to the engine as it is."""
+        return CharacterFront(info)
 
     def prefill(self, batch: Sequence[Admission]) -> None:
         """Plan the new streams; costs ``prefill_per_char_us`` a character."""

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pega_omni_plugin.models.qwen3_tts.config import _Section
+from pega_omni_plugin.models.qwen3_tts.config import Section
 from pega_omni_plugin.models.qwen3_tts.speaker import (
     HOP_SAMPLES,
     SAMPLE_RATE,
@@ -63,10 +63,10 @@ def test_a_tone_is_loudest_in_the_band_around_it() -> None:
     assert set(middle.argmax(dim=0).tolist()) == {42}
 
 
-def section(tmp_path: Path, values: dict[str, Any]) -> _Section:
+def section(tmp_path: Path, values: dict[str, Any]) -> Section:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"speaker_encoder_config": values}))
-    return _Section(path).section("speaker_encoder_config")
+    return Section(path).section("speaker_encoder_config")
 
 
 def test_keys_left_out_have_the_official_defaults(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""vLLM's fused operations, under the names that ``nn.kernels`` gives them."""
+
+from __future__ import annotations
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from pega_omni_plugin.nn.kernels import Kernels
+
+logger = init_logger(__name__)
+
+_NAMES = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding")
+
+
+def vllm_kernels() -> Kernels | None:
+    """The operations of this process's build of vLLM, or ``None`` where it lacks one of them."""
+    current_platform.import_kernels()
+    if not all(hasattr(torch.ops._C, name) for name in _NAMES):
+        logger.info("vLLM's fused operations are not there: PyTorch's own are used")
+        return None
+    # The overload itself: choosing one costs as much as running it.
+    norm, add_norm, silu, rotary = (getattr(torch.ops._C, name).default for name in _NAMES)
+
+    def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x)
+        norm(out, x, weight, eps)
+        return out
+
+    def add_rms_norm(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        add_norm(x, residual, weight, eps)
+        return x, residual
+
+    def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+        out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+        silu(out, gate_up)
+        return out
+
+    def rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        rotary(positions, x.flatten(1), None, x.shape[-1], table, True)
+        return x
+
+    return Kernels(rms_norm, add_rms_norm, silu_mul, rotate)

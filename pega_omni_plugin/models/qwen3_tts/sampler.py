@@ -1,0 +1,98 @@
+"""Which codes a frame gets: every slot's settings, its random numbers and what it has drawn, around ``nn.sampling``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pega_omni_plugin.models.qwen3_tts.config import Sampling
+from pega_omni_plugin.nn import sampling
+from pega_omni_plugin.nn.sampling import Uniforms
+
+MIN_FRAMES = 2
+"""Frames before speech may end: the official package's ``min_new_tokens``."""
+
+_BLOCK = 64
+"""Frames whose random numbers are made at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawSettings:
+    """One request's settings for both kinds of draw."""
+
+    talker: Sampling
+    predictor: Sampling
+    repetition_penalty: float
+
+
+class _Columns:
+    """One kind of draw's settings, by slot and then by row of the step."""
+
+    def __init__(self, slots: int) -> None:
+        self._temperature = np.zeros(slots + 1, np.float32)
+        self._top_k = np.ones(slots + 1, np.int64)
+        self._top_p = np.ones(slots + 1, np.float32)
+
+    def set(self, slot: int, settings: Sampling) -> None:
+        self._temperature[slot] = settings.temperature
+        self._top_k[slot] = settings.top_k
+        self._top_p[slot] = settings.top_p
+
+    def pick(self, slots: npt.NDArray[np.int64]) -> None:
+        self.temperature, self.top_k, self.top_p = self._temperature[slots], self._top_k[slots], self._top_p[slots]
+
+
+class CpuSampler:
+    """Draws on the CPU. Slot 0 is for padding rows and takes the likeliest."""
+
+    def __init__(self, slots: int, groups: int, allowed: int) -> None:
+        self._groups = groups
+        self._end = allowed
+        self._talker = _Columns(slots)
+        self._predictor = _Columns(slots)
+        self._penalty = np.ones(slots + 1, np.float32)
+        self._seen = np.zeros((slots + 1, allowed + 1), np.bool_)
+        self._uniforms: list[Uniforms | None] = [None] * (slots + 1)
+        self._block = np.zeros((slots + 1, _BLOCK, groups), np.float32)
+
+    def admit(self, slot: int, settings: DrawSettings, seed: int) -> None:
+        """A new request in ``slot``."""
+        self._talker.set(slot, settings.talker)
+        self._predictor.set(slot, settings.predictor)
+        self._penalty[slot] = settings.repetition_penalty
+        self._seen[slot] = False
+        self._uniforms[slot] = Uniforms(seed, self._groups)
+
+    def begin(self, slots: Sequence[int], frames: npt.NDArray[np.int64]) -> None:
+        """A step begins: ``slots`` are its rows (0 is padding), ``frames`` how many each has had, ``[rows]``."""
+        for slot, frame in zip(slots, frames.tolist(), strict=True):
+            uniforms = self._uniforms[slot]
+            if uniforms is not None and frame % _BLOCK == 0:
+                self._block[slot] = uniforms.frames(frame, _BLOCK)
+        self._rows = np.asarray(slots)
+        self._early = frames < MIN_FRAMES
+        self._numbers = self._block[self._rows, frames % _BLOCK]  # [rows, groups]
+        self._talker.pick(self._rows)
+        self._predictor.pick(self._rows)
+        self._row_penalty = self._penalty[self._rows]
+
+    def first(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draw the codes of group 0 from logits ``[rows, allowed + 1]``, the last of which is the end of speech."""
+        scores = sampling.penalise_numpy(logits.numpy(), self._seen[self._rows], self._row_penalty)
+        scores[self._early, self._end] = -np.inf
+        settings = self._talker
+        codes = sampling.draw_numpy(scores, self._numbers[:, 0], settings.temperature, settings.top_k, settings.top_p)
+        self._seen[self._rows, codes] = True
+        return torch.from_numpy(codes)
+
+    def next(self, group: int, logits: torch.Tensor) -> torch.Tensor:
+        """Draw the codes of another group from logits ``[rows, code_vocab]``."""
+        settings = self._predictor
+        codes = sampling.draw_numpy(
+            logits.float().numpy(), self._numbers[:, group], settings.temperature, settings.top_k, settings.top_p
+        )
+        return torch.from_numpy(codes)

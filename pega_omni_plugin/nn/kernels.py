@@ -1,0 +1,73 @@
+"""The small operations between matrix products, each behind one function.
+
+Plain PyTorch serves everywhere. Where a build with fused kernels is at hand (vLLM's, on CPU and CUDA), whoever runs a
+program puts those in place with ``use``; models call what ``current`` gives and never know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+Tensor = torch.Tensor
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return normed if weight is None else weight * normed
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _rms_norm(total, weight, eps), total
+
+
+def _silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    cos, sin = table[positions][:, None].chunk(2, dim=-1)  # [rows, 1, head_dim / 2]
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of each operation. All take contiguous tensors and may overwrite what they are given.
+
+    * ``rms_norm(x, weight, eps)``: root mean square norm of the last dimension (arXiv 1910.07467), in float32; without
+      a weight nothing is multiplied. Leaves ``x`` as it is.
+    * ``add_rms_norm(x, residual, weight, eps)``: the norm of ``x + residual``, and that sum.
+    * ``silu_mul(gate_up)``: SwiGLU's product (arXiv 2002.05202) of the two halves of the last dimension.
+    * ``rotate(x, positions, table)``: rotary embedding (arXiv 2104.09864) that pairs dimension ``i`` with
+      ``i + head_dim / 2``. ``x`` is ``[rows, heads, head_dim]``, ``positions`` ``[rows]``, ``table`` as
+      ``transformer.rotary_table`` makes it.
+    """
+
+    rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = _rms_norm
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = _add_rms_norm
+    silu_mul: Callable[[Tensor], Tensor] = _silu_mul
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = _rotate
+
+
+PLAIN = Kernels()
+"""PyTorch's own operations."""
+
+_current = PLAIN
+
+
+def use(kernels: Kernels) -> None:
+    """Put ``kernels`` in place for programs loaded from now on."""
+    global _current
+    _current = kernels
+
+
+def current() -> Kernels:
+    """What programs that are loaded now run with."""
+    return _current
