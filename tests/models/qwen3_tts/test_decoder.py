@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pega_omni_plugin.models.qwen3_tts import tiny
 from pega_omni_plugin.models.qwen3_tts.config import CodecConfig, read_config
@@ -245,6 +247,24 @@ def test_position_knows_no_end(exact: CodecDecoder, config: CodecConfig, codes: 
         later = exact.decode(frame, slots)
     torch.testing.assert_close(later, settled, rtol=0, atol=1e-6)
     assert exact._transformer._position[1] > 8 * 10**5
+
+
+class NoValueRead(TorchDispatchMode):
+    """Refuses what would make the host wait for a value: a CUDA graph cannot record it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_the_host_waits_for_no_value(exact: CodecDecoder, codes: Tensor, frames: int) -> None:
+    slots = torch.tensor([1, 2])
+    with NoValueRead():
+        exact.reset(slots)
+        exact.decode(codes[:, :frames], slots)
+        with pytest.raises(AssertionError, match="_local_scalar_dense"):
+            slots[0].item()
 
 
 def test_heads_of_queries_may_share_keys(folder: Path, config: CodecConfig, codes: Tensor, tmp_path: Path) -> None:
