@@ -38,6 +38,7 @@ MAY_KNOW_ENGINE = (
     "registration",
     "platform",
     "upstream",
+    "engine.kernels",
     "engine.scheduler",
     "engine.worker",
     "engine.client",

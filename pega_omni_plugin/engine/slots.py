@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
+from heapq import heappop, heappush
 
 
 class SlotPool:
-    """Leases slot numbers ``1 … size``, the longest unused first.
+    """Leases slot numbers ``1 … size``, the lowest free one first.
 
-    A slot that comes back is offered again last, so that a program whose release is lazy has the most time for it.
+    Streams so stay close together: a program reads neighbouring rows of its caches where they lie, and copies others.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._free = deque(range(1, size + 1))
+        self._free = list(range(1, size + 1))  # a heap, since it is sorted
         self._leased: set[int] = set()
 
     @property
@@ -25,11 +25,11 @@ class SlotPool:
         """A free slot, or ``None`` when all are taken."""
         if not self._free:
             return None
-        slot = self._free.popleft()
+        slot = heappop(self._free)
         self._leased.add(slot)
         return slot
 
     def give_back(self, slot: int) -> None:
         """End a lease. Raises ``KeyError`` for a slot that is not leased: that is a bug in the scheduler."""
         self._leased.remove(slot)
-        self._free.append(slot)
+        heappush(self._free, slot)

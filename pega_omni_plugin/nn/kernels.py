@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    wide = x.float()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return normed if weight is None else weight * normed
 

@@ -265,7 +265,8 @@ class Engine:
     def _hear(self, message: OmniEngineCoreOutput) -> None:
         heard = self.heard[message.request_id]
         heard.after_end += heard.over
-        if message.multimodal_output is not None and message.multimodal_output["audio"].numel():
+        if message.multimodal_output:  # vLLM's encoder fails on an empty tensor, so there never is one
+            assert message.multimodal_output["audio"].numel()
             heard.pieces.append(message.multimodal_output["audio"].numpy())
         heard.finish_reason, heard.stop_reason = message.finish_reason, message.stop_reason
 

@@ -391,17 +391,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert decode_ending(heard.stop_reason) == Ending("stop", -(-sum(pieces) // FRAME))
 
     def teardown(self) -> None:
-        self.engine.run()
-        engine, asked = self.engine, self.model.asked.values()
-        for name, one in self.model.asked.items():
-            assert engine.heard[name].over != one.aborted
-        admitted = [one.speech.seed for one in asked if not one.foreign]
-        assert engine.admitted == [seed for seed in admitted if seed in set(engine.admitted)]
-        assert engine.program.held == {}
-        assert engine.scheduler._slots.leased == 0
-        assert engine.stats.aborted == sum(one.aborted for one in asked)
-        assert engine.stats.admitted == len(engine.admitted)
-        self._context.close()
+        with self._context:  # left in any case: other tests want the real program
+            self.engine.run()
+            engine, asked = self.engine, self.model.asked.values()
+            for name, one in self.model.asked.items():
+                assert engine.heard[name].over != one.aborted
+            admitted = [one.speech.seed for one in asked if not one.foreign]
+            assert engine.admitted == [seed for seed in admitted if seed in set(engine.admitted)]
+            assert engine.program.held == {}
+            assert engine.scheduler._slots.leased == 0
+            assert engine.stats.aborted == sum(one.aborted for one in asked)
+            assert engine.stats.admitted == len(engine.admitted)
 
     def _check_admissions(self) -> None:
         """First come, first served; within the budget or alone; and none is left waiting that could have come."""

@@ -28,12 +28,12 @@ def test_a_slot_is_leased_to_one_at_a_time_and_never_lost(size: int, moves: list
     assert sorted(pool.lease() or 0 for _ in range(size)) == list(range(1, size + 1))
 
 
-def test_the_longest_unused_slot_is_leased_first() -> None:
+def test_the_lowest_free_slot_is_leased_first() -> None:
     pool = SlotPool(3)
-    assert [pool.lease(), pool.lease()] == [1, 2]
+    assert [pool.lease(), pool.lease(), pool.lease()] == [1, 2, 3]
     pool.give_back(2)
     pool.give_back(1)
-    assert [pool.lease(), pool.lease(), pool.lease(), pool.lease()] == [3, 2, 1, None]
+    assert [pool.lease(), pool.lease(), pool.lease()] == [1, 2, None]
 
 
 @pytest.mark.parametrize("slot", [0, 1, 3])
