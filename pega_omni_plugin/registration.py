@@ -152,19 +152,25 @@ def _check_command_line() -> None:
     parser.add_argument("--deploy-config", "--deploy_config", type=Path)
     parser.add_argument("--api-server-count", "--api_server_count", "-asc", default="1")
     known, rest = parser.parse_known_args(sys.argv[1:])
-    ours = [argument for argument in rest if program_of(Path(argument)) is not None]
-    if known.api_server_count not in ("0", "1") and ours and takes_over(known.deploy_config):
-        # Further ones are spawned without plugins and fail without a reason.
-        sys.exit("pega-omni: --api-server-count above 1: the queue is counted in one API server; leave the option out")
     global _take_over
-    if known.deploy_config is None or not known.deploy_config.is_file():
-        _take_over = takes_over(known.deploy_config)
-        return
     from pega_omni_plugin.engine.config import ConfigError, is_program_file, load_stage_file
 
+    ours = False
     try:
+        if known.deploy_config is not None and known.deploy_config.is_file():
+            ours = is_program_file(known.deploy_config)
+            if ours:
+                load_stage_file(known.deploy_config)
         _take_over = takes_over(known.deploy_config)
-        if is_program_file(known.deploy_config):
-            load_stage_file(known.deploy_config)
     except ConfigError as error:
         sys.exit(f"pega-omni: {error}")
+    ours |= any(_runs_by_itself(Path(argument)) for argument in rest)
+    if known.api_server_count not in ("0", "1") and ours:
+        # Further ones are spawned without plugins and fail without a reason.
+        sys.exit("pega-omni: --api-server-count above 1: the queue is counted in one API server; leave the option out")
+
+
+def _runs_by_itself(checkpoint: Path) -> bool:
+    """Whether our program runs a directory's checkpoint when no stage file says so."""
+    program = program_of(checkpoint)
+    return program is not None and (_take_over or f"pega_{program}" not in TAKEN_OVER.values())

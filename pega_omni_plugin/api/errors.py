@@ -50,6 +50,20 @@ class ModelNotFound(ApiError):
     type = "invalid_request_error"
 
 
+class NotFound(ApiError):
+    """There is no such thing here."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
+class VoiceTaken(ApiError):
+    """A voice cannot be kept beside those there are."""
+
+    status = 409
+    type = "invalid_request_error"
+
+
 class BodyTooLarge(ApiError):
     """The body is over the limit."""
 

@@ -5,27 +5,45 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Collection, Mapping
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from pega_omni_plugin.api.errors import InvalidRequest
 from pega_omni_plugin.api.fetch import FetchError, fetch_recording
 from pega_omni_plugin.api.requests import SpeechCall, check_speech, no_stored_voice
-from pega_omni_plugin.api.voices import StoredVoice, VoiceStore
+from pega_omni_plugin.api.voices import StoredVoice, VoiceGone, VoiceStore, VoicesUnwritable
 from pega_omni_plugin.audio.recording import Limits, RecordingError, decode_data, read_recording
+from pega_omni_plugin.engine.errors import EngineBusy
 from pega_omni_plugin.engine.program import Prompt, Recording, RequestError, Speech
 from pega_omni_plugin.engine.stream import SpeechEngine
+
+logger = logging.getLogger(__name__)
 
 MAX_RECORDING_BYTES = 16 << 20
 """Of an encoded recording: a minute of uncompressed studio sound has 17 MB."""
 
+MOST_PREPARING = 32
+"""Requests whose recordings are read and encoded at a time; each holds up to a few recordings' length in memory."""
+
+ENCODINGS_KEPT = 256
+"""Encodings of recordings kept in memory: a few kilobytes each."""
+
+Encoding = Mapping[str, npt.NDArray[Any]]
+
 
 class Preparer:
-    """Makes prompts for one engine."""
+    """Makes prompts for one engine. What is made of a recording is kept by its content, so that it is made once."""
 
     def __init__(self, engine: SpeechEngine, voices: VoiceStore | None) -> None:
         self._engine = engine
         self._voices = voices
+        self._preparing = 0
+        self._encodings: OrderedDict[str, asyncio.Future[Encoding]] = OrderedDict()
 
     async def prepare(self, document: Mapping[str, Any], served: Collection[str]) -> tuple[SpeechCall, Prompt]:
         """Check a body and make its prompt.
@@ -39,35 +57,22 @@ class Preparer:
         speech, recording = call.speech, None
         if call.stored is not None or "ref_audio" in speech.extra or "ref_text" in speech.extra:
             self._engine.check_room()
-            speech, recording = await self._voice(speech, call.stored)
+            if self._preparing >= MOST_PREPARING:
+                raise EngineBusy(f"{MOST_PREPARING} recordings are being read already; try again in a moment")
+            self._preparing += 1
+            try:
+                speech, recording = await self._voice(speech, call.stored)
+            finally:
+                self._preparing -= 1
             call = dataclasses.replace(call, speech=speech)
-        front = self._engine.front
         try:
-            if recording is None:
-                return call, front.prepare(speech)
-            return call, await asyncio.to_thread(front.prepare, speech, recording)
+            return call, self._engine.front.prepare(speech, recording)
         except RequestError as error:
             raise InvalidRequest(str(error), param=error.field) from error
 
-    async def _voice(self, speech: Speech, stored: StoredVoice | None) -> tuple[Speech, Recording | None]:
-        """What a request in a stored or a sent voice says to the program. The recording itself stays here."""
-        extra = {key: value for key, value in speech.extra.items() if key not in ("ref_audio", "ref_text")}
-        audio, transcript = speech.extra.get("ref_audio"), speech.extra.get("ref_text")
-        speech = dataclasses.replace(speech, extra=extra)
-        if audio is not None:
-            return speech, await self.recording(audio, transcript)
-        if transcript is not None:
-            raise InvalidRequest("ref_text is what ref_audio says; send both, or a stored voice", param="ref_text")
-        if stored is not None and self._engine.info.clones == "description":
-            instructions = " ".join(filter(None, (stored.description, speech.instructions)))
-            return dataclasses.replace(speech, instructions=instructions), None
-        if stored is not None and self._voices is not None:
-            pcm = await asyncio.to_thread(self._voices.audio, stored)
-            return speech, Recording(pcm, stored.id, stored.transcript)
-        return speech, None
-
-    async def recording(self, source: str | bytes, transcript: str | None, param: str = "ref_audio") -> Recording:
-        """A recording from a data URL, base64, a URL if the server allows it, or a file's bytes.
+    async def read(self, source: str | bytes, param: str) -> tuple[npt.NDArray[np.float32], str]:
+        """A recording from a data URL, base64, a URL if the server allows it, or a file's bytes: mono float32 at the
+        program's sample rate, ``[samples]``, and the digest of what was sent.
 
         Raises ``InvalidRequest`` naming ``param``.
         """
@@ -86,4 +91,59 @@ class Preparer:
             raise InvalidRequest(f"{param} {error}", param=param) from error
         except FetchError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from error
-        return Recording(pcm, hashlib.sha256(data).hexdigest(), transcript or None)
+        return pcm, hashlib.sha256(data).hexdigest()
+
+    async def encode_stored(self, voice: StoredVoice) -> Encoding:
+        """The encoding of a stored voice's recording, from memory, from disk, or made now and kept in both.
+
+        Raises ``InvalidRequest``: the voice is gone.
+        """
+        return await self._once(voice.id, lambda: asyncio.to_thread(self._encode_stored, voice))
+
+    async def _voice(self, speech: Speech, stored: StoredVoice | None) -> tuple[Speech, Recording | None]:
+        """What a request in a stored or a sent voice says to the program. The recording itself stays here."""
+        extra = {key: value for key, value in speech.extra.items() if key not in ("ref_audio", "ref_text")}
+        audio, transcript = speech.extra.get("ref_audio"), speech.extra.get("ref_text") or None
+        speech = dataclasses.replace(speech, extra=extra)
+        if audio is not None:
+            pcm, digest = await self.read(audio, "ref_audio")
+            encode = self._engine.front.encode
+            return speech, Recording(await self._once(digest, lambda: asyncio.to_thread(encode, pcm)), transcript)
+        if transcript is not None:
+            raise InvalidRequest("ref_text is what ref_audio says; send both, or a stored voice", param="ref_text")
+        if stored is None:
+            return speech, None
+        if self._engine.info.clones == "description":
+            instructions = " ".join(filter(None, (stored.description, speech.instructions)))
+            return dataclasses.replace(speech, instructions=instructions), None
+        return speech, Recording(await self.encode_stored(stored), stored.transcript)
+
+    async def _once(self, digest: str, make: Callable[[], Coroutine[Any, Any, Encoding]]) -> Encoding:
+        """The encoding kept for ``digest``, or the one that ``make`` gives, for all who ask meanwhile."""
+        kept = self._encodings.get(digest)
+        if kept is None:
+            kept = self._encodings[digest] = asyncio.ensure_future(make())
+            if len(self._encodings) > ENCODINGS_KEPT:
+                self._encodings.popitem(last=False)
+        self._encodings.move_to_end(digest)
+        try:
+            # A caller who leaves does not take it away from the others.
+            return await asyncio.shield(kept)
+        finally:
+            if kept.done() and (kept.cancelled() or kept.exception() is not None):
+                self._encodings.pop(digest, None)
+
+    def _encode_stored(self, voice: StoredVoice) -> Encoding:
+        assert self._voices is not None
+        front = self._engine.front
+        kept = self._voices.encoding(voice, front.key)
+        if kept is not None:
+            return kept
+        try:
+            made = front.encode(self._voices.audio(voice))
+            self._voices.keep_encoding(voice, front.key, made)
+        except VoiceGone as error:
+            raise InvalidRequest(str(error), param="voice") from error
+        except VoicesUnwritable as error:  # this worker will make it again when it is started anew
+            logger.warning("%s", error)
+        return made

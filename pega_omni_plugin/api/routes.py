@@ -15,6 +15,7 @@ from pega_omni_plugin.api.errors import ApiError, BodyTooLarge
 from pega_omni_plugin.api.prompts import MAX_RECORDING_BYTES
 from pega_omni_plugin.api.requests import parse_json
 from pega_omni_plugin.api.speech import Caller, CallerGone, SpeechService
+from pega_omni_plugin.api.voice_routes import build_voice_router
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def build_router() -> APIRouter:
     """The routes, as a router to be included."""
     router = APIRouter()
     router.add_route("/v1/audio/speech", SpeechEndpoint(), methods=["POST"])  # type: ignore[arg-type]
+    router.include_router(build_voice_router())
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -77,12 +79,6 @@ def build_router() -> APIRouter:
             for name in _service(request).served
         ]
         return JSONResponse({"object": "list", "data": entries})
-
-    @router.get("/v1/audio/voices")
-    async def voices(request: Request) -> Response:
-        entries = _service(request).engine.info.voices
-        described = [{"id": voice.id, "name": voice.name, "language": voice.language} for voice in entries]
-        return JSONResponse({"voices": described, "voice_names": [voice.id for voice in entries]})
 
     @router.get("/health")
     @router.get("/livez")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pega_omni_plugin.engine.config import ConfigError, find_stage_file, is_program_file, load_stage_file
+from pega_omni_plugin.nn.checkpoint import CheckpointError, read_json
 from pega_omni_plugin.registration import PIPELINES, program_directory, program_of
 from pega_omni_plugin.versions import check_versions
 
@@ -46,7 +46,10 @@ def check_model(model: str) -> None:
     """
     config = Path(model) / "config.json"
     if config.is_file() and program_of(config.parent) is None:
-        model_type = json.loads(config.read_text()).get("model_type")
+        try:
+            model_type = read_json(config).get("model_type")
+        except CheckpointError as error:
+            raise ConfigError(f"--model {model}: {error}") from error
         served = ", ".join(sorted(PIPELINES.values()))
         raise ConfigError(f"--model {model}: model type {model_type!r} has no program here; there are: {served}")
 

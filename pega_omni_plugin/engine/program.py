@@ -97,13 +97,9 @@ class Speech:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A voice to imitate: mono float32 ``pcm`` at the program's sample rate, and what it says, where that is known.
+    """A voice to imitate: what ``Front.encode`` made of it, and what it says, where that is known."""
 
-    ``digest`` names its content, so that work done for it need not be done twice.
-    """
-
-    pcm: npt.NDArray[np.float32]
-    digest: str
+    encoding: Mapping[str, npt.NDArray[Any]]
     transcript: str | None = None
 
 
@@ -130,10 +126,20 @@ class Front(Protocol):
     May be called from several threads at once.
     """
 
+    key: str
+    """Names whatever decides what ``encode`` makes of a recording; ``[0-9A-Za-z_-]``, at most 64 characters."""
+
     def prepare(self, speech: Speech, recording: Recording | None = None) -> Prompt:
-        """Make the prompt. Takes time where there is a new ``recording``, which must be encoded.
+        """Make the prompt.
 
         Raises ``RequestError`` for a request that the program cannot serve.
+        """
+        ...
+
+    def encode(self, pcm: npt.NDArray[np.float32]) -> Mapping[str, npt.NDArray[Any]]:
+        """What prompts need of a recording, mono at the program's sample rate, ``[samples]``. Takes seconds.
+
+        Only asked of programs that imitate recordings.
         """
         ...
 
@@ -145,12 +151,18 @@ class Front(Protocol):
 class CharacterFront:
     """The front of programs that take text as it is: a unit is a character."""
 
+    key = ""
+
     def __init__(self, info: ProgramInfo) -> None:
         self._info = info
 
     def prepare(self, speech: Speech, recording: Recording | None = None) -> Prompt:
         """Count the characters."""
         return Prompt(len(speech.input))
+
+    def encode(self, pcm: npt.NDArray[np.float32]) -> Mapping[str, npt.NDArray[Any]]:
+        """These programs imitate nothing."""
+        raise NotImplementedError
 
     def sample(self) -> tuple[Speech, Prompt]:
         """A word in the default voice."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pega_omni_plugin.engine.program import Prompt, Recording, RequestError, Speech
 from pega_omni_plugin.models.qwen3_tts.config import Qwen3TtsConfig, read_config
@@ -16,10 +17,7 @@ from pega_omni_plugin.models.qwen3_tts.options import Qwen3TtsOptions
 from pega_omni_plugin.models.qwen3_tts.prompt import ISO_LANGUAGES, Clone, PromptBuilder, TextTokenizer
 
 if TYPE_CHECKING:
-    from pega_omni_plugin.models.qwen3_tts.reference import Reference, ReferenceEncoder
-
-_REFERENCES_KEPT = 64
-"""Encoded recordings kept: a few kilobytes each."""
+    from pega_omni_plugin.models.qwen3_tts.reference import ReferenceEncoder
 
 
 class Qwen3TtsFront:
@@ -30,11 +28,13 @@ class Qwen3TtsFront:
         self._options = options
         self._voice = voice
         self._builder = PromptBuilder(self._config, TextTokenizer(checkpoint))
-        self._references: _References | None = None
+        self._encoder: ReferenceEncoder | None = None
+        self.key = ""
         if self._config.variant == "base":
             from pega_omni_plugin.models.qwen3_tts.reference import ReferenceEncoder
 
-            self._references = _References(ReferenceEncoder.load(checkpoint, self._config.talker.groups))
+            self._encoder = ReferenceEncoder.load(checkpoint, self._config.talker.groups)
+            self.key = _fingerprint(checkpoint)
 
     def prepare(self, speech: Speech, recording: Recording | None = None) -> Prompt:
         """Lay the talker's prompt out.
@@ -49,10 +49,9 @@ class Qwen3TtsFront:
                 "ref_audio", "this model imitates voices; send ref_audio, or a voice made with POST /v1/audio/voices"
             )
         clone = None
-        if recording is not None and self._references is not None:
+        if recording is not None:
             transcript = None if extra.get("x_vector_only_mode") else recording.transcript
-            reference = self._references.get(recording)
-            clone = Clone(reference.embedding, reference.codes, transcript)
+            clone = Clone(recording.encoding["embedding"], recording.encoding["codes"], transcript)
         prompt = self._builder.build(
             speech.input,
             frames=0,
@@ -73,12 +72,19 @@ class Qwen3TtsFront:
         frames = min(frame_limit(speech.input), room, wanted, config.generation.max_frames)
         return Prompt(len(prompt), prompt.document() | {"frames": frames})
 
+    def encode(self, pcm: npt.NDArray[np.float32]) -> Mapping[str, npt.NDArray[Any]]:
+        """``embedding`` ``[hidden]`` of the voice and ``codes`` ``[frames, groups]`` of the recording."""
+        if self._encoder is None:
+            raise ValueError("only base checkpoints imitate recordings")
+        reference = self._encoder.encode(pcm)
+        return {"embedding": reference.embedding, "codes": reference.codes}
+
     def sample(self) -> tuple[Speech, Prompt]:
         """A word, at most four frames of it; a hum is imitated where there is something to imitate."""
         recording = None
         if self._config.variant == "base":
             seconds = np.arange(self._config.codec.sample_rate, dtype=np.float32) / self._config.codec.sample_rate
-            recording = Recording(np.sin(2 * np.pi * 220 * seconds) * np.float32(0.1), digest="sample")
+            recording = Recording(self.encode(np.sin(2 * np.pi * 220 * seconds) * np.float32(0.1)))
         instructions = "A calm voice." if self._config.variant == "voice_design" else None
         speech = Speech("Hello.", self._voice, 0, instructions, extra={"max_new_tokens": 4})
         return speech, self.prepare(speech, recording)
@@ -103,34 +109,11 @@ def language(config: Qwen3TtsConfig, asked: str | None) -> str | None:
     )
 
 
-class _References:
-    """Encoded recordings by their digest; each is encoded once, even if several requests bring it at the same time."""
-
-    def __init__(self, encoder: ReferenceEncoder) -> None:
-        self._encoder = encoder
-        self._kept: OrderedDict[str, Reference] = OrderedDict()
-        self._lock = threading.Lock()
-        self._encoding = threading.Lock()
-
-    def get(self, recording: Recording) -> Reference:
-        known = self._look_up(recording.digest)
-        if known is not None:
-            return known
-        with self._encoding:
-            known = self._look_up(recording.digest)  # somebody else's may have been the same
-            if known is None:
-                known = self._encoder.encode(recording.pcm)
-                self._keep(recording.digest, known)
-        return known
-
-    def _look_up(self, digest: str) -> Reference | None:
-        with self._lock:
-            if digest in self._kept:
-                self._kept.move_to_end(digest)
-            return self._kept.get(digest)
-
-    def _keep(self, digest: str, reference: Reference) -> None:
-        with self._lock:
-            self._kept[digest] = reference
-            if len(self._kept) > _REFERENCES_KEPT:
-                self._kept.popitem(last=False)
+def _fingerprint(checkpoint: Path) -> str:
+    """Of the files that decide what is made of a recording: their names and sizes, and the configuration itself."""
+    digest = sha256()
+    for path in sorted(checkpoint.rglob("*.safetensors")) + sorted(checkpoint.rglob("config.json")):
+        digest.update(f"{path.relative_to(checkpoint)} {path.stat().st_size}\n".encode())
+        if path.suffix == ".json":
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]

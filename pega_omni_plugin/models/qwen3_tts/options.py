@@ -79,7 +79,7 @@ def program_info(config: Qwen3TtsConfig, options: Qwen3TtsOptions, model: str) -
     """What a checkpoint offers."""
     voices = _voices(config)
     known = {voice.id for voice in voices}
-    table = ALIASES if options.aliases is None else options.aliases
+    table = ALIASES if options.aliases is None else {name.lower(): voice for name, voice in options.aliases.items()}
     if options.aliases is not None and (unknown := set(table.values()) - known):
         raise ValueError(f"aliases: no such voice: {', '.join(sorted(unknown))}; there are: {', '.join(sorted(known))}")
     if config.variant != "custom_voice":
