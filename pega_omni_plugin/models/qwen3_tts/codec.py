@@ -44,9 +44,15 @@ class CodePredictor:
         self._rotary = rotary_table(dims, config.groups, weights)
         self._positions = torch.arange(config.groups, device=weights.device)[:, None].repeat(1, rows)
         self._first_positions = torch.arange(2, device=weights.device).repeat(rows)
+        # What is added to scores, [groups, 1, groups]: position p sees positions 0 … p.
+        unseen = torch.full((config.groups, config.groups), -torch.inf, dtype=weights.dtype, device=weights.device)
+        self._masks = unseen.triu(1)[:, None]
         shape = (dims.layers, rows, dims.kv_heads, config.groups, dims.head_dim)
         self._keys = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
         self._values = torch.zeros_like(self._keys)
+        self._scale = dims.head_dim**-0.5
+        self._nothing = torch.zeros((1, 1, 1), dtype=weights.dtype, device=weights.device)
+        self._views: dict[int, list[list[_Views]]] = {}
 
     def frame(self, hidden: Tensor, first: Tensor, draw: Draw) -> list[Tensor]:
         """The codes of one frame for every row, group by group.
@@ -84,13 +90,36 @@ class CodePredictor:
 
     def _pass(self, x: Tensor, position: int) -> Tensor:
         rows = x.shape[0]
+        views = self._rows_views(rows)[position]
+        dims = self.config.predictor
+        group = dims.heads // dims.kv_heads
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self._keys[layer, :rows], self._values[layer, :rows]
-            keys[:, :, position] = key
-            values[:, :, position] = value
-            keys, values = keys[:, :, : position + 1], values[:, :, : position + 1]
-            seen = functional.scaled_dot_product_attention(query.unsqueeze(2), keys, values, enable_gqa=True)
-            return seen.flatten(1)
+            view = views[layer]
+            view.key.copy_(key)
+            view.value.copy_(value)
+            packed = query.reshape(rows * dims.kv_heads, group, dims.head_dim)
+            # A product of a few keys each: PyTorch's fused attention takes longer to begin than this takes.
+            scores = torch.baddbmm(self._nothing, packed, view.keys, beta=0, alpha=self._scale)
+            return torch.bmm(scores.softmax(dim=-1), view.values).view(rows, -1)
 
         return self.stack.forward(x, self._positions[position, :rows], self._rotary, attend)
+
+    def _rows_views(self, rows: int) -> list[list[_Views]]:
+        """By position and layer. They are the same in every frame, and making them takes longer than using them."""
+        if rows not in self._views:
+            layers = [(keys[:rows], values[:rows]) for keys, values in zip(self._keys, self._values, strict=True)]
+            self._views[rows] = [
+                [_Views(keys, values, position) for keys, values in layers] for position in range(self.config.groups)
+            ]
+        return self._views[rows]
+
+
+class _Views:
+    """Of one layer's keys and values, each ``[rows, kv_heads, groups, head_dim]``: where those of ``position`` go, and
+    all up to it, as products want them."""
+
+    def __init__(self, keys: Tensor, values: Tensor, position: int) -> None:
+        self.key, self.value = keys[:, :, position], values[:, :, position]
+        self.keys = keys.flatten(0, 1)[:, : position + 1].transpose(1, 2)  # [rows * kv_heads, head_dim, seen]
+        self.values = values.flatten(0, 1)[:, : position + 1]  # [rows * kv_heads, seen, head_dim]
