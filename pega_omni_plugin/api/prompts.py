@@ -7,7 +7,9 @@ import dataclasses
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,18 +59,24 @@ class Preparer:
         speech, recording = call.speech, None
         if call.stored is not None or "ref_audio" in speech.extra or "ref_text" in speech.extra:
             self._engine.check_room()
-            if self._preparing >= MOST_PREPARING:
-                raise EngineBusy(f"{MOST_PREPARING} recordings are being read already; try again in a moment")
-            self._preparing += 1
-            try:
+            with self.room():
                 speech, recording = await self._voice(speech, call.stored)
-            finally:
-                self._preparing -= 1
             call = dataclasses.replace(call, speech=speech)
         try:
             return call, self._engine.front.prepare(speech, recording)
         except RequestError as error:
             raise InvalidRequest(str(error), param=error.field) from error
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """Around everything that reads or encodes a recording. Raises ``EngineBusy``: ``MOST_PREPARING`` do already."""
+        if self._preparing >= MOST_PREPARING:
+            raise EngineBusy(f"{MOST_PREPARING} recordings are being read already; try again in a moment")
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
 
     async def read(self, source: str | bytes, param: str) -> tuple[npt.NDArray[np.float32], str]:
         """A recording from a data URL, base64, a URL if the server allows it, or a file's bytes: mono float32 at the
@@ -123,15 +131,17 @@ class Preparer:
         kept = self._encodings.get(digest)
         if kept is None:
             kept = self._encodings[digest] = asyncio.ensure_future(make())
+            kept.add_done_callback(partial(self._forget_failed, digest))
             if len(self._encodings) > ENCODINGS_KEPT:
                 self._encodings.popitem(last=False)
         self._encodings.move_to_end(digest)
-        try:
-            # A caller who leaves does not take it away from the others.
-            return await asyncio.shield(kept)
-        finally:
-            if kept.done() and (kept.cancelled() or kept.exception() is not None):
-                self._encodings.pop(digest, None)
+        # A caller who leaves does not take it away from the others.
+        return await kept
+
+    def _forget_failed(self, digest: str, made: asyncio.Future[Encoding]) -> None:
+        """A failure is told to those who wait for it, and to nobody who comes later, even if all of them have left."""
+        if (made.cancelled() or made.exception() is not None) and self._encodings.get(digest) is made:
+            del self._encodings[digest]
 
     def _encode_stored(self, voice: StoredVoice) -> Encoding:
         assert self._voices is not None

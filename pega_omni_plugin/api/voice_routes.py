@@ -24,6 +24,7 @@ from pega_omni_plugin.api.voices import (
     VoiceStore,
     VoicesUnwritable,
 )
+from pega_omni_plugin.audio.recording import TAIL_SECONDS
 from pega_omni_plugin.engine.errors import EngineError
 from pega_omni_plugin.engine.program import RequestError, Speech
 
@@ -81,14 +82,18 @@ def build_voice_router() -> APIRouter:
 async def _create(service: SpeechService, request: Request) -> StoredVoice:
     store, info = _store(service), service.engine.info
     asked = await parse_voice_form(request)
+    if asked.name.lower() in {voice.id.lower() for voice in info.voices} | info.aliases.keys():
+        # Speech requests look there first.
+        raise VoiceTaken(f"{asked.name!r} is a voice of model {info.model} itself; choose another name", param="name")
     if asked.data is not None:
         if info.clones != "recording":
             message = f"model {info.model} makes voices from descriptions only; send description"
             raise InvalidRequest(message, param=asked.audio_field)
-        pcm, _ = await service.prompts.read(asked.data, asked.audio_field)
-        voice = await _keep(store, asked, pcm, asked.transcript)
-        # Now, so that the first request in this voice need not wait for it.
-        await service.prompts.encode_stored(voice)
+        with service.prompts.room():
+            pcm, _ = await service.prompts.read(asked.data, asked.audio_field)
+            voice = await _keep(store, asked, pcm, asked.transcript)
+            # Now, so that the first request in this voice need not wait for it.
+            await service.prompts.encode_stored(voice)
         return voice
     if info.clones != "description":
         raise InvalidRequest(
@@ -109,6 +114,12 @@ async def _describe(service: SpeechService, asked: VoiceRequest) -> npt.NDArray[
         raise InvalidRequest(str(error), param=error.field) from error
     async with engine.speak(speech, prompt) as stream:
         pieces = [piece async for piece in stream]
+        finish = stream.ending.finish if stream.ending is not None else None
+    if not pieces or finish != "stop":
+        # What there is does not say SAMPLE_TEXT, and the same description would end the same way.
+        raise ApiError(f"the model did not speak its sample text to the end ({finish}); word the description otherwise")
+    # The silence that every recording to be imitated has at its end.
+    pieces.append(np.zeros(round(TAIL_SECONDS * engine.info.sample_rate), np.int16))
     return np.concatenate(pieces).astype(np.float32) / np.float32(32768)
 
 

@@ -10,8 +10,6 @@ the time of small operations is their dispatch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -40,13 +38,22 @@ class Uniforms:
         return (raw.astype(np.float32) * np.float32(2.0**-24)).reshape(frames, self._count)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerParams:
-    """One request's settings. ``temperature`` 0 takes the likeliest; ``top_k`` 0 and ``top_p`` 1 keep every code."""
+class RowSettings:
+    """The settings of a step's rows, each ``[rows]``, and what follows from them for all draws of the step.
 
-    temperature: float
-    top_k: int
-    top_p: float
+    ``temperature`` 0 takes the likeliest; ``top_k`` 0 and ``top_p`` 1 keep every code.
+    """
+
+    def __init__(self, temperature: Floats, top_k: Ints, top_p: Floats) -> None:
+        greedy = temperature <= 0
+        self.top_k = top_k
+        self.top_p = top_p
+        self.greedy = greedy if greedy.any() else None
+        self.all_greedy = bool(greedy.all())
+        self.divisor = np.where(greedy, np.float32(1), temperature)[:, None]
+        self.nucleus = bool((top_p < 1).any())
+        self.one_k = int(top_k[0]) if (top_k == top_k[0]).all() else None
+        self.rows = np.arange(len(top_k))
 
 
 def penalise_numpy(logits: Floats, seen: npt.NDArray[np.bool_], penalty: Floats) -> Floats:
@@ -58,41 +65,40 @@ def penalise_numpy(logits: Floats, seen: npt.NDArray[np.bool_], penalty: Floats)
     return np.where(seen, np.where(logits > 0, logits / factor, logits * factor), logits)
 
 
-def draw_numpy(logits: Floats, uniforms: Floats, temperature: Floats, top_k: Ints, top_p: Floats) -> Ints:
-    """Draw one code a row.
+def draw_numpy(logits: Floats, uniforms: Floats, settings: RowSettings) -> Ints:
+    """Draw one code a row from logits ``[rows, vocabulary]`` with numbers ``[rows]``.
 
-    ``logits`` is ``[rows, vocabulary]``, the others ``[rows]``. Codes with the same logit as the ``top_k``-th are kept,
-    as Hugging Face's processor keeps them.
+    Codes with the same logit as the ``top_k``-th are kept, as Hugging Face's processor keeps them.
     """
-    greedy = temperature <= 0
-    if greedy.all():
+    if settings.all_greedy:
         return logits.argmax(axis=1)
-    scores, codes = _top_numpy(logits, top_k)
-    scores = scores / np.where(greedy, np.float32(1), temperature)[:, None]
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    if (top_p < 1).any():
-        weights = np.where(_nucleus_numpy(weights, top_p), weights, np.float32(0))
-    total = np.cumsum(weights, axis=1)
-    picked = (total > uniforms[:, None] * total[:, -1:]).argmax(axis=1)[:, None]
-    drawn = picked[:, 0] if codes is None else np.take_along_axis(codes, picked, axis=1)[:, 0]
-    return np.where(greedy, logits.argmax(axis=1), drawn) if greedy.any() else drawn
+    scores, codes = _top_numpy(logits, settings)
+    weights = np.exp((scores - scores.max(axis=1, keepdims=True)) / settings.divisor)
+    if settings.nucleus:
+        weights = np.where(_nucleus_numpy(weights, settings.top_p), weights, np.float32(0))
+    total = weights.cumsum(axis=1)
+    picked: Ints = (total > uniforms[:, None] * total[:, -1:]).argmax(axis=1)
+    drawn = picked if codes is None else codes[settings.rows, picked]
+    return drawn if settings.greedy is None else np.where(settings.greedy, logits.argmax(axis=1), drawn)
 
 
-def _top_numpy(logits: Floats, top_k: Ints) -> tuple[Floats, Ints | None]:
+def _top_numpy(logits: Floats, settings: RowSettings) -> tuple[Floats, Ints | None]:
     """The likeliest codes of each row in vocabulary order: their logits, and which they are (``None``: all of them)."""
     rows, vocabulary = logits.shape
-    places = vocabulary - np.where((top_k <= 0) | (top_k > vocabulary), vocabulary, top_k)
-    if not places.any():
-        return logits, None
-    if (places != places[0]).any():
+    if settings.one_k is None:
+        places = vocabulary - np.where(
+            (settings.top_k <= 0) | (settings.top_k > vocabulary), vocabulary, settings.top_k
+        )
         limits = np.take_along_axis(np.partition(logits, np.unique(places), axis=1), places[:, None], axis=1)
         return np.where(logits >= limits, logits, -np.inf), None
-    kept = logits >= np.partition(logits, places[0], axis=1)[:, places[0], None]
-    codes = np.flatnonzero(kept)
-    if codes.size != rows * (vocabulary - int(places[0])):  # a row has several codes at its limit
-        return np.where(kept, logits, -np.inf), None
-    codes = codes.reshape(rows, -1)
-    return logits.reshape(-1)[codes], codes - (np.arange(rows) * vocabulary)[:, None]
+    kept = settings.one_k
+    if not 0 < kept < vocabulary:
+        return logits, None
+    is_kept = logits >= np.partition(logits, vocabulary - kept, axis=1)[:, vocabulary - kept, None]
+    (places,) = is_kept.ravel().nonzero()
+    if places.size != rows * kept:  # a row has several codes at its limit
+        return np.where(is_kept, logits, -np.inf), None
+    return logits.ravel()[places].reshape(rows, kept), places.reshape(rows, kept) - vocabulary * settings.rows[:, None]
 
 
 def _nucleus_numpy(weights: Floats, top_p: Floats) -> npt.NDArray[np.bool_]:

@@ -11,7 +11,7 @@ import torch
 
 from pega_omni_plugin.models.qwen3_tts.config import Sampling
 from pega_omni_plugin.nn import sampling
-from pega_omni_plugin.nn.sampling import Uniforms
+from pega_omni_plugin.nn.sampling import RowSettings, Uniforms
 
 MIN_FRAMES = 2
 """Frames before speech may end: the official package's ``min_new_tokens``."""
@@ -42,8 +42,8 @@ class _Columns:
         self._top_k[slot] = settings.top_k
         self._top_p[slot] = settings.top_p
 
-    def pick(self, slots: npt.NDArray[np.int64]) -> None:
-        self.temperature, self.top_k, self.top_p = self._temperature[slots], self._top_k[slots], self._top_p[slots]
+    def pick(self, slots: npt.NDArray[np.int64]) -> RowSettings:
+        return RowSettings(self._temperature[slots], self._top_k[slots], self._top_p[slots])
 
 
 class CpuSampler:
@@ -56,6 +56,7 @@ class CpuSampler:
         self._predictor = _Columns(slots)
         self._penalty = np.ones(slots + 1, np.float32)
         self._seen = np.zeros((slots + 1, allowed + 1), np.bool_)
+        self._picked: list[int] = []
         self._uniforms: list[Uniforms | None] = [None] * (slots + 1)
         self._block = np.zeros((slots + 1, _BLOCK, groups), np.float32)
 
@@ -66,6 +67,7 @@ class CpuSampler:
         self._penalty[slot] = settings.repetition_penalty
         self._seen[slot] = False
         self._uniforms[slot] = Uniforms(seed, self._groups)
+        self._picked = []
 
     def begin(self, slots: Sequence[int], frames: npt.NDArray[np.int64]) -> None:
         """A step begins: ``slots`` are its rows (0 is padding), ``frames`` how many each has had, ``[rows]``."""
@@ -74,25 +76,25 @@ class CpuSampler:
             if uniforms is not None and frame % _BLOCK == 0:
                 self._block[slot] = uniforms.frames(frame, _BLOCK)
         self._rows = np.asarray(slots)
-        self._early = frames < MIN_FRAMES
+        early = frames < MIN_FRAMES
+        self._early = early if early.any() else None
         self._numbers = self._block[self._rows, frames % _BLOCK]  # [rows, groups]
-        self._talker.pick(self._rows)
-        self._predictor.pick(self._rows)
-        self._row_penalty = self._penalty[self._rows]
+        if self._picked != slots:
+            self._picked = list(slots)
+            self._talker_rows = self._talker.pick(self._rows)
+            self._predictor_rows = self._predictor.pick(self._rows)
+            self._penalty_rows = self._penalty[self._rows]
 
     def first(self, logits: torch.Tensor) -> torch.Tensor:
         """Draw the codes of group 0 from logits ``[rows, allowed + 1]``, the last of which is the end of speech."""
-        scores = sampling.penalise_numpy(logits.numpy(), self._seen[self._rows], self._row_penalty)
-        scores[self._early, self._end] = -np.inf
-        settings = self._talker
-        codes = sampling.draw_numpy(scores, self._numbers[:, 0], settings.temperature, settings.top_k, settings.top_p)
+        scores = sampling.penalise_numpy(logits.numpy(), self._seen[self._rows], self._penalty_rows)
+        if self._early is not None:
+            scores[self._early, self._end] = -np.inf
+        codes = sampling.draw_numpy(scores, self._numbers[:, 0], self._talker_rows)
         self._seen[self._rows, codes] = True
         return torch.from_numpy(codes)
 
     def next(self, group: int, logits: torch.Tensor) -> torch.Tensor:
         """Draw the codes of another group from logits ``[rows, code_vocab]``."""
-        settings = self._predictor
-        codes = sampling.draw_numpy(
-            logits.float().numpy(), self._numbers[:, group], settings.temperature, settings.top_k, settings.top_p
-        )
+        codes = sampling.draw_numpy(logits.float().numpy(), self._numbers[:, group], self._predictor_rows)
         return torch.from_numpy(codes)
