@@ -191,6 +191,32 @@ def test_api_servers_of_a_checkpoint_that_vllm_omni_runs_are_its_own_matter(
     registration._check_command_line()
 
 
+def test_with_take_over_off_a_stage_file_of_ours_or_a_program_without_weights_is_still_ours(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEGA_TAKE_OVER", "0")
+    command(monkeypatch, checkpoint, "-asc", "2")
+    registration._check_command_line()
+    for model, arguments in ((checkpoint, ["--deploy-config", QWEN3_TTS]), (registration.program_directory("sim"), [])):
+        command(monkeypatch, model, "-asc", "2", *arguments)
+        with pytest.raises(SystemExit, match="api-server-count"):
+            registration._check_command_line()
+
+
+@pytest.mark.parametrize("text", ["a: [", "pipeline: pega_sim\nstages: 3\n", "\0"])
+def test_a_broken_stage_file_is_what_is_told_whatever_else_is_wrong(
+    text: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    for take_over in ("1", "0"):
+        monkeypatch.setenv("PEGA_TAKE_OVER", take_over)
+        for arguments in (["--deploy-config", path], ["-asc", "2", "--deploy-config", path]):
+            command(monkeypatch, checkpoint, *arguments)
+            with pytest.raises(SystemExit, match=r"^pega-omni: .*broken\.yaml: "):
+                registration._check_command_line()
+
+
 def test_upstream_stage_files_are_vllm_omnis_to_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text("pipeline: qwen3_tts\nanything: 1\n")

@@ -136,7 +136,7 @@ class Preparer:
                 self._encodings.popitem(last=False)
         self._encodings.move_to_end(digest)
         # A caller who leaves does not take it away from the others.
-        return await kept
+        return await asyncio.shield(kept)
 
     def _forget_failed(self, digest: str, made: asyncio.Future[Encoding]) -> None:
         """A failure is told to those who wait for it, and to nobody who comes later, even if all of them have left."""

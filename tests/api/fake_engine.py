@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from prometheus_client import CollectorRegistry
 
 from pega_omni_plugin.api.metrics import Metrics
@@ -34,19 +35,33 @@ ONE_SECOND: tuple[Item, ...] = (*[pcm(*[value] * 8000) for value in (1, -2, 300)
 
 
 class FakeFront:
-    """Makes prompts of 7 units. ``refusal`` is raised in place of one."""
+    """Makes prompts of 7 units, and of a recording itself. ``refusal`` is raised in place of a prompt, ``failure`` in
+    place of an encoding; encodings wait for ``gate``."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str = "fake") -> None:
+        self.key = key
         self.asked: list[tuple[Speech, Recording | None]] = []
-        self.threads: list[threading.Thread] = []
+        self.encoded: list[npt.NDArray[np.float32]] = []
+        self.threads: dict[str, threading.Thread] = {}
         self.refusal: Exception | None = None
+        self.failure: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
 
     def prepare(self, speech: Speech, recording: Recording | None = None) -> Prompt:
         self.asked.append((speech, recording))
-        self.threads.append(threading.current_thread())
+        self.threads["prepare"] = threading.current_thread()
         if self.refusal is not None:
             raise self.refusal
         return Prompt(7, {"text_ids": [1, 2]})
+
+    def encode(self, pcm: npt.NDArray[np.float32]) -> Mapping[str, npt.NDArray[Any]]:
+        self.encoded.append(pcm)
+        self.threads["encode"] = threading.current_thread()
+        assert self.gate.wait(10), "nobody opened the gate"
+        if self.failure is not None:
+            raise self.failure
+        return {"pcm": pcm}
 
     def sample(self) -> tuple[Speech, Prompt]:
         return Speech("One.", "sample", seed=3), Prompt(4)

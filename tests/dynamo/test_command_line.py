@@ -36,6 +36,27 @@ def test_a_model_without_a_program_is_refused_by_its_type(tmp_path: Path) -> Non
     check_model("owner/unknown")
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (b'["qwen3_tts"]', "expected a JSON object, got list"),
+        (b"3", "expected a JSON object, got int"),
+        (b"{", "cannot be read as JSON"),
+        (b"\xff", "cannot be read as JSON"),
+        (b"{}", "model type None has no program here"),
+        (b'{"model_type": ["qwen3_tts"]}', "has no program here"),
+    ],
+)
+def test_a_configuration_of_another_shape_is_refused_by_its_file(tmp_path: Path, config: bytes, said: str) -> None:
+    (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(ConfigError) as refused:
+        check_model(str(tmp_path))
+    assert str(refused.value).startswith(f"--model {tmp_path}: ")
+    assert said in str(refused.value)
+    with pytest.raises(SystemExit, match=r"^pega-omni: --model "):
+        main(["--model", str(tmp_path)])
+
+
 @pytest.mark.parametrize("port", ["x", "-1", str(LAST_STATUS_PORT + 1)])
 def test_a_status_port_that_dynamo_cannot_take_is_refused(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_SYSTEM_PORT", port)
