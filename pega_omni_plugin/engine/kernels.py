@@ -38,8 +38,13 @@ def vllm_kernels() -> Kernels | None:
         silu(out, gate_up)
         return out
 
-    def rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        rotary(positions, x.flatten(1), None, x.shape[-1], table, True)
-        return x
+    def turn(
+        heads: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        turned = torch.empty_like(heads)
+        norm(turned, heads, None, eps)
+        turned.mul_(weight)
+        rotary(positions, turned.flatten(1), None, heads.shape[-1], table, True)
+        return turned
 
-    return Kernels(rms_norm, add_rms_norm, silu_mul, rotate)
+    return Kernels(rms_norm, add_rms_norm, silu_mul, turn)

@@ -31,6 +31,10 @@ def _silu_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def _turn(heads: Tensor, weight: Tensor, positions: Tensor, table: Tensor, eps: float) -> Tensor:
+    return _rotate(weight * _rms_norm(heads, None, eps), positions, table)
+
+
 def _rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     cos, sin = table[positions][:, None].chunk(2, dim=-1)  # [rows, 1, head_dim / 2]
     low, high = x.chunk(2, dim=-1)
@@ -45,15 +49,16 @@ class Kernels:
       a weight nothing is multiplied. Leaves ``x`` as it is.
     * ``add_rms_norm(x, residual, weight, eps)``: the norm of ``x + residual``, and that sum.
     * ``silu_mul(gate_up)``: SwiGLU's product (arXiv 2002.05202) of the two halves of the last dimension.
-    * ``rotate(x, positions, table)``: rotary embedding (arXiv 2104.09864) that pairs dimension ``i`` with
-      ``i + head_dim / 2``. ``x`` is ``[rows, heads, head_dim]``, ``positions`` ``[rows]``, ``table`` as
-      ``transformer.rotary_table`` makes it.
+    * ``turn(heads, weight, positions, table, eps)``: every head of ``[rows, heads, head_dim]`` normed and multiplied by
+      its row of ``weight`` ``[heads, head_dim]``, then the rotary embedding (arXiv 2104.09864) that pairs dimension
+      ``i`` with ``i + head_dim / 2``; ``positions`` are ``[rows]``, ``table`` as ``transformer.rotary_table`` makes it.
+      Leaves ``heads`` as it is.
     """
 
     rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = _rms_norm
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = _add_rms_norm
     silu_mul: Callable[[Tensor], Tensor] = _silu_mul
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = _rotate
+    turn: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor] = _turn
 
 
 PLAIN = Kernels()

@@ -70,7 +70,7 @@ class Stack:
                 normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, dims.eps)
             qkv = torch.mm(normed, layer.qkv).view(rows, both + dims.kv_heads, dims.head_dim)
             # Values are normed and rotated along, in vain: cheaper than taking queries and keys apart from them.
-            turned = ops.rotate(ops.rms_norm(qkv, None, dims.eps).mul_(layer.head_norm), positions, table)
+            turned = ops.turn(qkv, layer.head_norm, positions, table, dims.eps)
             attended = attend(number, turned[:, :heads], turned[:, heads:both], qkv[:, both:])
             x = torch.mm(attended, layer.out)
             normed, residual = ops.add_rms_norm(x, residual, layer.post_norm, dims.eps)
