@@ -40,6 +40,7 @@ class CodecDecoder:
 
     @torch.inference_mode()
     def __init__(self, config: CodecConfig, weights: Weights, slots: int) -> None:
+        self.device = weights.device
         if not (config.upsampling_ratios and config.upsample_rates):
             raise CheckpointError("decoder_config: upsampling_ratios, upsample_rates: expected at least one of each")
         exact = copy.copy(weights)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pega_omni_plugin.engine.program import (
@@ -30,6 +31,7 @@ from pega_omni_plugin.engine.program import (
 from pega_omni_plugin.models.qwen3_tts.codec import CodePredictor
 from pega_omni_plugin.models.qwen3_tts.config import Qwen3TtsConfig, read_config
 from pega_omni_plugin.models.qwen3_tts.decoder import CodecDecoder
+from pega_omni_plugin.models.qwen3_tts.device_step import DeviceStep
 from pega_omni_plugin.models.qwen3_tts.ending import Watch, fade_out
 from pega_omni_plugin.models.qwen3_tts.options import Qwen3TtsOptions, draw_settings, program_info
 from pega_omni_plugin.models.qwen3_tts.prompt import TalkerPrompt
@@ -43,10 +45,10 @@ _NOTHING = np.zeros(0, np.int16)
 
 @dataclass(slots=True)
 class _Request:
-    """What the host knows of a slot: frames made, positions filled, and how many frames there may be."""
+    """What the host knows of a slot: frames made, length of the prompt, and how many frames there may be."""
 
     frames: int
-    positions: int
+    length: int
     limit: int
 
 
@@ -63,6 +65,7 @@ class Qwen3TtsProgram:
         weights: Weights,
         codec_weights: Weights,
         slots: int,
+        graphs: Mapping[Part, bool],
     ) -> None:
         self.config = config
         self.options = options
@@ -73,7 +76,6 @@ class Qwen3TtsProgram:
         self.talker = Talker(talker, weights, slots, options.positions)
         self.predictor = CodePredictor(talker, weights, max(slots, options.min_rows))
         self.decoder = CodecDecoder(config.codec, codec_weights, slots)
-        self.sampler = CpuSampler(slots, talker.groups, self.talker.allowed)
         self._watch = Watch(slots)
         self._requests: dict[int, _Request] = {}
         device, dtype = weights.device, weights.dtype
@@ -82,6 +84,22 @@ class Qwen3TtsProgram:
         self._padding = self.talker.embed_text(torch.tensor([config.tts_pad], device=device))[0]  # [hidden]
         # Text that is fed beside the frames, only for cloned voices: [tokens, hidden] by slot.
         self._beside: dict[int, torch.Tensor] = {}
+        self.sampler: CpuSampler | DeviceStep
+        self._device_step: DeviceStep | None = None
+        if device.type == "cpu":
+            self.sampler = CpuSampler(slots, talker.groups, self.talker.allowed)
+        else:
+            self.sampler = self._device_step = DeviceStep(
+                self.talker,
+                self.predictor,
+                self.decoder,
+                self._codes,
+                self._hidden,
+                self._padding,
+                config.codec.frame_samples,
+                capture=graphs,
+                fixed_rows=options.deterministic,
+            )
 
     @classmethod
     def load(cls, checkpoint: Path, options: Qwen3TtsOptions, parts: Mapping[Part, PartConfig], slots: int) -> Self:
@@ -95,13 +113,16 @@ class Qwen3TtsProgram:
         placed = {part: _place(part, parts.get(part, PartConfig())) for part in PARTS}
         if placed["thinker"] != placed["codec"]:
             raise ValueError("parts.codec: thinker and codec share their tables: give both one device and dtype")
+        if placed["thinker"][0].type == "cpu" and placed["decoder"][0].type != "cpu":
+            raise ValueError("parts.decoder: runs on a GPU only where the thinker does")
         device, dtype = placed["thinker"]
         weights = Weights(checkpoint, dtype, device)
         device, dtype = placed["decoder"]
         codec_weights = Weights(checkpoint / "speech_tokenizer", dtype, device)
         info = program_info(config, options, checkpoint.resolve().name)
         with torch.inference_mode():
-            return cls(config, options, info, weights, codec_weights, slots)
+            graphs = {part: parts.get(part, PartConfig()).graphs for part in PARTS}
+            return cls(config, options, info, weights, codec_weights, slots, graphs)
 
     @classmethod
     def front(cls, checkpoint: Path, options: Qwen3TtsOptions, info: ProgramInfo) -> Front:
@@ -126,19 +147,19 @@ class Qwen3TtsProgram:
         self._hidden.index_copy_(0, index, hidden)
         decoded = time.perf_counter()
         self.part_seconds["thinker"] += decoded - begun
-        self.decoder.reset(index)
+        self.decoder.reset(index.to(self.decoder.device))
         for admission, prompt in zip(batch, prompts, strict=True):
             slot, speech = admission.slot, admission.speech
             if prompt.reference is not None:
                 # The decoder goes on from the recording, as the official package decodes both and cuts.
-                codes = torch.from_numpy(prompt.reference).long().to(self._codes.device)
+                codes = torch.from_numpy(prompt.reference).long().to(self.decoder.device)
                 self.decoder.decode(codes[None], torch.tensor([slot], device=codes.device))
             self._beside.pop(slot, None)
             if prompt.trailing:
                 self._beside[slot] = self.talker.embed_text(torch.tensor(prompt.trailing, device=hidden.device))
             self.sampler.admit(slot, draw_settings(self.config, speech), speech.seed)
             self._watch.admit(slot)
-            self._requests[slot] = _Request(frames=0, positions=len(prompt), limit=prompt.frames)
+            self._requests[slot] = _Request(frames=0, length=len(prompt), limit=prompt.frames)
         self.part_seconds["decoder"] += time.perf_counter() - decoded
 
     @torch.inference_mode()
@@ -146,25 +167,15 @@ class Qwen3TtsProgram:
         """One frame for every slot."""
         if not slots:
             return []
-        begun = time.perf_counter()
-        rows = [*slots, *[0] * (self._rows(len(slots)) - len(slots))]
         requests = [self._requests[slot] for slot in slots]
-        frames = np.array([request.frames for request in requests] + [0] * (len(rows) - len(slots)))
-        index = torch.tensor(rows, device=self._codes.device)
-        hidden = self._advance(rows, requests, index)
-        spoken = time.perf_counter()
-        self.sampler.begin(rows, frames)
-        first = self.sampler.first(self.talker.logits(hidden))
-        codes = torch.stack(self.predictor.frame(hidden, first, self.sampler.next), dim=1)  # [rows, groups]
-        self._codes.index_copy_(0, index, codes)
-        coded = time.perf_counter()
-        samples = self.decoder.decode(codes[:, None], index)  # [rows, samples]
-        pcm = (samples.float() * 32767).round_().to(torch.int16)
-        outputs = self._collect(slots, requests, codes[: len(slots), 0].numpy(), pcm[: len(slots)].numpy())
-        decoded = time.perf_counter()
-        for part, seconds in zip(PARTS, (spoken - begun, coded - spoken, decoded - coded), strict=True):
-            self.part_seconds[part] += seconds
-        return outputs
+        if self._device_step is None:
+            codes, pcm = self._run(slots, requests)
+        else:
+            frames, lengths = [one.frames for one in requests], [one.length for one in requests]
+            codes, pcm = self._device_step.run(slots, frames, lengths, self._beside)
+            for part, seconds in self._device_step.seconds().items():
+                self.part_seconds[part] += seconds
+        return self._collect(slots, requests, codes, pcm)
 
     def release(self, slot: int) -> None:
         """Forget the request; its tensors are overwritten by the next."""
@@ -174,24 +185,40 @@ class Qwen3TtsProgram:
     def close(self) -> None:
         """Nothing is held but memory."""
 
-    def _rows(self, rows: int) -> int:
-        """How many rows a step of so many slots has."""
-        return self._slots if self.options.deterministic else max(rows, self.options.min_rows)
+    def _run(self, slots: Sequence[int], requests: list[_Request]) -> tuple[npt.NDArray[np.int64], Pcm]:
+        """A frame for every slot, on the CPU: codes of group 0 ``[rows]`` and samples ``[rows, samples]``."""
+        begun = time.perf_counter()
+        rows = self._slots if self.options.deterministic else max(len(slots), self.options.min_rows)
+        padded = [*slots, *[0] * (rows - len(slots))]
+        frames = np.array([request.frames for request in requests] + [0] * (rows - len(slots)))
+        index = torch.tensor(padded)
+        hidden = self._advance(padded, requests, index)
+        spoken = time.perf_counter()
+        sampler = self.sampler
+        assert not isinstance(sampler, DeviceStep)
+        sampler.begin(padded, frames)
+        first = sampler.first(self.talker.logits(hidden))
+        codes = torch.stack(self.predictor.frame(hidden, first, sampler.next), dim=1)  # [rows, groups]
+        self._codes.index_copy_(0, index, codes)
+        coded = time.perf_counter()
+        samples = self.decoder.decode(codes[:, None], index)  # [rows, samples]
+        pcm = (samples.float() * 32767).round_().to(torch.int16).numpy()
+        for part, seconds in zip(PARTS, (spoken - begun, coded - spoken, time.perf_counter() - coded), strict=True):
+            self.part_seconds[part] += seconds
+        return first[: len(slots)].numpy(), pcm[: len(slots)]
 
     def _advance(self, rows: list[int], requests: list[_Request], index: torch.Tensor) -> torch.Tensor:
         """Hidden states for the next frame of every row: new requests have theirs from the prompt, the others add a
         position for their last frame."""
-        places = [request.positions for request in requests] + [0] * (len(rows) - len(requests))
-        new = [number for number, request in enumerate(requests) if not request.frames]
-        if len(new) == len(requests):
+        if not any(request.frames for request in requests):
             return self._hidden[index]
+        places = [one.length + max(one.frames - 1, 0) for one in requests] + [0] * (len(rows) - len(requests))
         x = self.talker.embed_codes(self._codes[index]) + self._text(rows, requests)
-        position = torch.tensor(places, device=x.device)
-        hidden = self.talker.step(x, position, DecodeRows.prepare(rows, [place + 1 for place in places], x.device))
-        for number, request in enumerate(requests):
-            request.positions += bool(request.frames)
+        read = DecodeRows.prepare(rows, [place + 1 for place in places], x.device)
+        hidden = self.talker.step(x, torch.tensor(places), read)
+        for row, request in enumerate(requests):
             if not request.frames:
-                hidden[number] = self._hidden[rows[number]]
+                hidden[row] = self._hidden[rows[row]]
         return hidden
 
     def _text(self, rows: list[int], requests: list[_Request]) -> torch.Tensor:

@@ -30,60 +30,77 @@ class DrawSettings:
 
 
 class _Columns:
-    """One kind of draw's settings, by slot and then by row of the step."""
+    """One kind of draw's settings, by slot."""
 
     def __init__(self, slots: int) -> None:
-        self._temperature = np.zeros(slots + 1, np.float32)
-        self._top_k = np.ones(slots + 1, np.int64)
-        self._top_p = np.ones(slots + 1, np.float32)
+        self.temperature = np.zeros(slots + 1, np.float32)
+        self.top_k = np.ones(slots + 1, np.int64)
+        self.top_p = np.ones(slots + 1, np.float32)
 
     def set(self, slot: int, settings: Sampling) -> None:
-        self._temperature[slot] = settings.temperature
-        self._top_k[slot] = settings.top_k
-        self._top_p[slot] = settings.top_p
+        self.temperature[slot] = settings.temperature
+        self.top_k[slot] = settings.top_k
+        self.top_p[slot] = settings.top_p
 
     def pick(self, slots: npt.NDArray[np.int64]) -> RowSettings:
-        return RowSettings(self._temperature[slots], self._top_k[slots], self._top_p[slots])
+        return RowSettings(self.temperature[slots], self.top_k[slots], self.top_p[slots])
 
 
-class CpuSampler:
-    """Draws on the CPU. Slot 0 is for padding rows and takes the likeliest."""
+class SlotSettings:
+    """Every slot's settings and random numbers. Slot 0 is for padding rows and takes the likeliest."""
 
-    def __init__(self, slots: int, groups: int, allowed: int) -> None:
+    def __init__(self, slots: int, groups: int) -> None:
+        self.talker = _Columns(slots)
+        self.predictor = _Columns(slots)
+        self.penalty = np.ones(slots + 1, np.float32)
         self._groups = groups
-        self._end = allowed
-        self._talker = _Columns(slots)
-        self._predictor = _Columns(slots)
-        self._penalty = np.ones(slots + 1, np.float32)
-        self._seen = np.zeros((slots + 1, allowed + 1), np.bool_)
-        self._picked: list[int] = []
         self._uniforms: list[Uniforms | None] = [None] * (slots + 1)
         self._block = np.zeros((slots + 1, _BLOCK, groups), np.float32)
 
     def admit(self, slot: int, settings: DrawSettings, seed: int) -> None:
         """A new request in ``slot``."""
-        self._talker.set(slot, settings.talker)
-        self._predictor.set(slot, settings.predictor)
-        self._penalty[slot] = settings.repetition_penalty
-        self._seen[slot] = False
+        self.talker.set(slot, settings.talker)
+        self.predictor.set(slot, settings.predictor)
+        self.penalty[slot] = settings.repetition_penalty
         self._uniforms[slot] = Uniforms(seed, self._groups)
-        self._picked = []
 
-    def begin(self, slots: Sequence[int], frames: npt.NDArray[np.int64]) -> None:
-        """A step begins: ``slots`` are its rows (0 is padding), ``frames`` how many each has had, ``[rows]``."""
+    def numbers(self, slots: Sequence[int], frames: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """The numbers for the frames after so many, ``[rows, groups]``; a slot's frames are asked in order."""
         for slot, frame in zip(slots, frames.tolist(), strict=True):
             uniforms = self._uniforms[slot]
             if uniforms is not None and frame % _BLOCK == 0:
                 self._block[slot] = uniforms.frames(frame, _BLOCK)
-        self._rows = np.asarray(slots)
+        numbers: npt.NDArray[np.float32] = self._block[np.asarray(slots), frames % _BLOCK]
+        return numbers
+
+
+class CpuSampler:
+    """Draws on the CPU."""
+
+    def __init__(self, slots: int, groups: int, allowed: int) -> None:
+        self._end = allowed
+        self._settings = SlotSettings(slots, groups)
+        self._seen = np.zeros((slots + 1, allowed + 1), np.bool_)
+        self._picked: list[int] = []
+
+    def admit(self, slot: int, settings: DrawSettings, seed: int) -> None:
+        """A new request in ``slot``."""
+        self._settings.admit(slot, settings, seed)
+        self._seen[slot] = False
+        self._picked = []
+
+    def begin(self, slots: Sequence[int], frames: npt.NDArray[np.int64]) -> None:
+        """A step begins: ``slots`` are its rows (0 is padding), ``frames`` how many each has had, ``[rows]``."""
+        settings = self._settings
+        self._numbers = settings.numbers(slots, frames)
         early = frames < MIN_FRAMES
         self._early = early if early.any() else None
-        self._numbers = self._block[self._rows, frames % _BLOCK]  # [rows, groups]
         if self._picked != slots:
             self._picked = list(slots)
-            self._talker_rows = self._talker.pick(self._rows)
-            self._predictor_rows = self._predictor.pick(self._rows)
-            self._penalty_rows = self._penalty[self._rows]
+            self._rows = np.asarray(slots)
+            self._talker_rows = settings.talker.pick(self._rows)
+            self._predictor_rows = settings.predictor.pick(self._rows)
+            self._penalty_rows = settings.penalty[self._rows]
 
     def first(self, logits: torch.Tensor) -> torch.Tensor:
         """Draw the codes of group 0 from logits ``[rows, allowed + 1]``, the last of which is the end of speech."""

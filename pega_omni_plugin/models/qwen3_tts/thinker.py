@@ -48,7 +48,7 @@ class Talker:
         shape = (slots + 1, positions, dims.kv_heads, dims.head_dim)
         self._keys = [torch.zeros(shape, dtype=weights.dtype, device=weights.device) for _ in range(dims.layers)]
         self._values = [torch.zeros_like(keys) for keys in self._keys]
-        self._positions = positions
+        self.positions = positions
         self._attention_scale = dims.head_dim**-0.5
 
     def embed_text(self, ids: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Talker:
         device = self.codes.device
         position = torch.cat([torch.arange(length) for length in lengths]).to(device)
         place = torch.cat(
-            [torch.arange(length) + slot * self._positions for length, slot in zip(lengths, slots, strict=True)]
+            [torch.arange(length) + slot * self.positions for length, slot in zip(lengths, slots, strict=True)]
         ).to(device)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Talker:
 
         ``x`` is ``[rows, hidden]``, ``position`` ``[rows]`` where each goes; returns the hidden states.
         """
-        place = rows.slots * self._positions + position
+        place = rows.slots * self.positions + position
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self._keys[layer], self._values[layer]

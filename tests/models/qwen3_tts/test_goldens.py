@@ -119,7 +119,7 @@ class RecordedNumbers(Wrapped):
 
     def admit(self, slot: int, *rest: Any) -> None:
         super().admit(slot, *rest)
-        self.inner._uniforms[slot] = Numbers(self._numbers)  # type: ignore[call-overload]
+        self.inner._settings._uniforms[slot] = Numbers(self._numbers)  # type: ignore[call-overload]
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Golden], Followed]:
         program, codes = one.program, one["codes"]
         forced = Forced(program.sampler, codes)
         hidden: list[torch.Tensor] = []
-        states: list[torch.Tensor] = []
+        states: list[np.ndarray] = []
         logits, forward = program.talker.logits, program.predictor.stack.forward
 
         def seen_logits(state: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Golden], Followed]:
 
         def seen_forward(*arguments: Any) -> torch.Tensor:
             state = forward(*arguments)
-            states.append(state[-1].clone())  # of one row; the first pass of a frame has two positions
+            states.append(state[-1].numpy().copy())  # of one row; the first pass of a frame has two positions
             return state
 
         monkeypatch.setattr(program, "sampler", forced)
@@ -204,7 +204,7 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Golden], Followed]:
         heard = one.serve(len(codes) + 1)
         groups = program.config.talker.groups
         return Followed(
-            heard, forced, torch.stack(hidden).numpy(), torch.stack(states).unflatten(0, (-1, groups - 1)).numpy()
+            heard, forced, torch.stack(hidden).numpy(), np.stack(states).reshape(len(hidden), groups - 1, -1)
         )
 
     return forced
@@ -239,7 +239,7 @@ def test_the_code_predictor_is_that_of_the_official_package(
     one = golden(case, name)
     followed = follow(one)
     frames, groups = one["codes"].shape
-    logits = torch.from_numpy(np.stack(followed.sampler.next_logits)).unflatten(0, (-1, groups - 1))[:frames]
+    logits = torch.from_numpy(np.stack(followed.sampler.next_logits)).reshape(-1, groups - 1, ALLOWED)[:frames]
     lse = logits.logsumexp(2).numpy()
     np.testing.assert_allclose(lse, one["predictor_lse"], rtol=0, atol=1e-4)
     states, columns = one["predictor_hidden"], one["predictor_logits"]
