@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 
 class CheckpointError(ValueError):
@@ -66,6 +65,8 @@ class Weights:
         path = self._where.get(name)
         if path is None:
             raise CheckpointError(f"{self._source}: tensor {name} is missing")
+        from safetensors import SafetensorError
+
         try:
             tensor: torch.Tensor = self._open(path).get_tensor(name)
         except SafetensorError as error:
@@ -77,6 +78,9 @@ class Weights:
         return tensor.to(device=self.device, dtype=self.dtype)
 
     def _open(self, path: Path) -> Any:
+        # Here, so that a machine without it can run and measure models with random weights.
+        from safetensors import SafetensorError, safe_open
+
         if path not in self._files:
             try:
                 self._files[path] = safe_open(path, framework="pt")

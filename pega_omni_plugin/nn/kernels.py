@@ -1,7 +1,8 @@
 """The small operations between matrix products, each behind one function.
 
-Plain PyTorch serves everywhere. Where a build with fused kernels is at hand (vLLM's, on CPU and CUDA), whoever runs a
-program puts those in place with ``use``; models call what ``current`` gives and never know.
+Models call what ``current`` gives for their device and never know which it is: plain PyTorch on the CPU, one Triton
+kernel for each operation on CUDA, or what whoever runs a program puts in place with ``use``, as where vLLM's build has
+fused kernels.
 """
 
 from __future__ import annotations
@@ -64,15 +65,21 @@ class Kernels:
 PLAIN = Kernels()
 """PyTorch's own operations."""
 
-_current = PLAIN
+_used: Kernels | None = None
 
 
 def use(kernels: Kernels) -> None:
-    """Put ``kernels`` in place for programs loaded from now on."""
-    global _current
-    _current = kernels
+    """Put ``kernels`` in place for programs loaded from now on, on every device."""
+    global _used
+    _used = kernels
 
 
-def current() -> Kernels:
-    """What programs that are loaded now run with."""
-    return _current
+def current(device: torch.device | str) -> Kernels:
+    """What programs that are loaded now run with on ``device``."""
+    if _used is not None:
+        return _used
+    if torch.device(device).type != "cuda":
+        return PLAIN
+    from pega_omni_plugin.nn.kernels_triton import TRITON
+
+    return TRITON

@@ -52,7 +52,7 @@ class Stack:
 
     def __init__(self, dims: StackDims, weights: Weights, prefix: str) -> None:
         self.dims = dims
-        self.kernels = kernels.current()
+        self.kernels = kernels.current(weights.device)
         self._layers = [_read_layer(dims, weights, f"{prefix}.layers.{number}") for number in range(dims.layers)]
         self._norm = weights.take(f"{prefix}.norm.weight", dims.hidden)
 

@@ -141,7 +141,8 @@ class _Transformer:
         self._out_bias = (first @ outer_bias + first_bias).to(dtype)
 
         self._hidden, self._latent, self._eps = hidden, latent, dims.eps
-        self._rms_norm, self._silu_mul = kernels.current().rms_norm, kernels.current().silu_mul
+        ops = kernels.current(weights.device)
+        self._rms_norm, self._silu_mul = ops.rms_norm, ops.silu_mul
         self._window = config.window
         self._heads, self._kv_heads, self._head_dim = dims.heads, dims.kv_heads, dims.head_dim
         device, exact = weights.device, weights.dtype

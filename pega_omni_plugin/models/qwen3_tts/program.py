@@ -70,7 +70,8 @@ class Qwen3TtsProgram:
         self.config = config
         self.options = options
         self.info = info
-        self.part_seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        self.part_seconds: Mapping[Part, float] = self._seconds
         self._slots = slots
         talker = config.talker
         self.talker = Talker(talker, weights, slots, options.positions)
@@ -146,7 +147,7 @@ class Qwen3TtsProgram:
         index = torch.tensor(slots, device=hidden.device)
         self._hidden.index_copy_(0, index, hidden)
         decoded = time.perf_counter()
-        self.part_seconds["thinker"] += decoded - begun
+        self._seconds["thinker"] += decoded - begun
         self.decoder.reset(index.to(self.decoder.device))
         for admission, prompt in zip(batch, prompts, strict=True):
             slot, speech = admission.slot, admission.speech
@@ -160,7 +161,7 @@ class Qwen3TtsProgram:
             self.sampler.admit(slot, draw_settings(self.config, speech), speech.seed)
             self._watch.admit(slot)
             self._requests[slot] = _Request(frames=0, length=len(prompt), limit=prompt.frames)
-        self.part_seconds["decoder"] += time.perf_counter() - decoded
+        self._seconds["decoder"] += time.perf_counter() - decoded
 
     @torch.inference_mode()
     def step(self, slots: Sequence[int]) -> Sequence[StepOutput]:
@@ -174,7 +175,7 @@ class Qwen3TtsProgram:
             frames, lengths = [one.frames for one in requests], [one.length for one in requests]
             codes, pcm = self._device_step.run(slots, frames, lengths, self._beside)
             for part, seconds in self._device_step.seconds().items():
-                self.part_seconds[part] += seconds
+                self._seconds[part] += seconds
         return self._collect(slots, requests, codes, pcm)
 
     def release(self, slot: int) -> None:
@@ -204,7 +205,7 @@ class Qwen3TtsProgram:
         samples = self.decoder.decode(codes[:, None], index)  # [rows, samples]
         pcm = (samples.float() * 32767).round_().to(torch.int16).numpy()
         for part, seconds in zip(PARTS, (spoken - begun, coded - spoken, time.perf_counter() - coded), strict=True):
-            self.part_seconds[part] += seconds
+            self._seconds[part] += seconds
         return first[: len(slots)].numpy(), pcm[: len(slots)]
 
     def _advance(self, rows: list[int], requests: list[_Request], index: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,6 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers  # type: ignore[import-untyped]
-
 from pega_omni_plugin.models.qwen3_tts.config import Qwen3TtsConfig
 from pega_omni_plugin.nn.checkpoint import CheckpointError
 
@@ -50,6 +48,15 @@ class TextTokenizer:
     """Qwen2's byte-level BPE without its control tokens: whatever a text says, it comes out as text."""
 
     def __init__(self, folder: Path) -> None:
+        # Here, so that a machine without it can run and measure the model.
+        from tokenizers import (  # type: ignore[import-untyped]
+            Regex,
+            Tokenizer,
+            models,
+            normalizers,
+            pre_tokenizers,
+        )
+
         vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
         for path in (vocabulary, merges):
             if not path.is_file():
