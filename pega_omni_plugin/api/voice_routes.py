@@ -153,6 +153,7 @@ def _document(voice: StoredVoice) -> dict[str, Any]:
         "id": voice.id,
         "object": "audio.voice",
         "name": voice.name,
+        "type": "prompt" if voice.transcript == SAMPLE_TEXT else "audio_sample",
         "created_at": voice.created_at,
         "language": voice.language,
         "transcript": voice.transcript,

@@ -37,12 +37,12 @@ def metric(text: str, name: str, **labels: str) -> float:
     )
 
 
-async def eventually(url: str, name: str, value: float, seconds: float = 10.0) -> None:
+async def eventually(url: str, name: str, value: float, seconds: float = 10.0, **labels: str) -> None:
     """Wait until a metric has ``value``."""
     deadline = time.monotonic() + seconds
     async with httpx.AsyncClient() as http:
         while True:
-            seen = metric((await http.get(url + "/metrics")).text, name)
+            seen = metric((await http.get(url + "/metrics")).text, name, **labels)
             if seen == value:
                 return
             assert time.monotonic() < deadline, f"{name} is {seen}, expected {value}"
