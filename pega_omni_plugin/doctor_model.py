@@ -24,7 +24,7 @@ def check_model(model: str) -> Generator[Check, None, int]:
     if folder.is_dir():
         return (yield from _check_checkpoint(folder))
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        names = ", ".join(sorted(PIPELINES.values()))
+        names = ", ".join(sorted(name for name in PIPELINES.values() if program_directory(name) is not None))
         fix = f"name a checkpoint directory, a model on the hub as owner/name, or one of: {names}"
         yield Check("model", "fail", f"{model}: no such directory", fix)
         return 0
@@ -32,10 +32,12 @@ def check_model(model: str) -> Generator[Check, None, int]:
 
 
 def packaged_stage_file(model: str | None) -> str | None:
-    """The name of the stage file that a program of the package starts with."""
-    from pega_omni_plugin.registration import program_directory
+    """The name of the stage file that a model starts with: a program of the package, or a checkpoint in a directory."""
+    from pega_omni_plugin.registration import program_directory, program_of
 
-    return model if model is not None and program_directory(model) is not None else None
+    if model is None or program_directory(model) is not None:
+        return model
+    return program_of(Path(model).expanduser())
 
 
 def check_stage(name: str, gpus: Sequence[Gpu]) -> Check:
