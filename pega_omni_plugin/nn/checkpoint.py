@@ -47,8 +47,8 @@ class Weights:
         if self._index.is_file():
             self._source = self._index
             shards = read_json(self._index).get("weight_map")
-            if not isinstance(shards, dict):
-                raise CheckpointError(f"{self._index}: weight_map: expected a JSON object")
+            if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+                raise CheckpointError(f"{self._index}: weight_map: expected an object of file names")
             self._where = {name: folder / shard for name, shard in shards.items()}
         else:
             self._where = dict.fromkeys(self._open(self._source).keys(), self._source)
