@@ -44,9 +44,6 @@ class CodePredictor:
         self._rotary = rotary_table(dims, config.groups, weights)
         self._positions = torch.arange(config.groups, device=weights.device)[:, None].repeat(1, rows)
         self._first_positions = torch.arange(2, device=weights.device).repeat(rows)
-        # What is added to scores, [groups, 1, groups]: position p sees positions 0 … p.
-        unseen = torch.full((config.groups, config.groups), -torch.inf, dtype=weights.dtype, device=weights.device)
-        self._masks = unseen.triu(1)[:, None]
         shape = (dims.layers, rows, dims.kv_heads, config.groups, dims.head_dim)
         self._keys = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
         self._values = torch.zeros_like(self._keys)
