@@ -1,7 +1,7 @@
 """``python -m pega_omni_plugin.bench.compare qwen3-tts``: vLLM-Omni's own pipeline and our program, in turn.
 
 One tiny checkpoint is served by both, each as a real ``vllm serve --omni``. Both servers are up all the time and one of
-them is idle, which costs less than a tenth of a core (the run measures it, and says so if it is more); they are measured
+them is idle, which costs less than a tenth of a core (the run measures it, and says if it is more); they are measured
 level by level in turn, so that a machine which becomes slower does so for both.
 
 All speech has the same length, so that both make the same audio: the checkpoint's end of speech is never drawn, and
