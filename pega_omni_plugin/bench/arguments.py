@@ -24,24 +24,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     request = parser.add_argument_group("requests")
     request.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line, used in turn")
-    request.add_argument("--input-chars", type=_positive, default=120, help="of made-up prompts (%(default)s)")
+    request.add_argument("--input-chars", type=positive, default=120, help="of made-up prompts (%(default)s)")
     request.add_argument("--voice", default="alloy", help="(%(default)s)")
     request.add_argument("--response-format", choices=("pcm", "wav"), default="pcm", help="(%(default)s)")
     request.add_argument("--stream-format", choices=("audio", "sse"), default="audio", help="(%(default)s)")
-    request.add_argument("--sample-rate", type=_positive, default=24000, help="of pcm; wav tells its own (%(default)s)")
+    request.add_argument("--sample-rate", type=positive, default=24000, help="of pcm; wav tells its own (%(default)s)")
     request.add_argument("--extra", type=_json_object, default={}, metavar="JSON", help="the request's extra object")
     request.add_argument(
         "--body", type=_json_object, default={}, metavar="JSON", help='more top-level fields, as {"stream": true}'
     )
 
     load = parser.add_argument_group("load")
-    load.add_argument("--num-requests", type=_positive, default=1000, help="per level (%(default)s)")
+    load.add_argument("--num-requests", type=positive, default=1000, help="per level (%(default)s)")
     load.add_argument(
         "--request-rate", type=_rate, default=math.inf, help="Poisson arrivals a second; inf: closed loop (%(default)s)"
     )
-    load.add_argument("--max-concurrency", type=_positive, default=256, help="requests under way (%(default)s)")
-    load.add_argument("--warmup", type=_natural, default=0, help="uncounted requests first, at once (%(default)s)")
-    load.add_argument("--seed", type=_natural, default=0, help="of the arrival times (%(default)s)")
+    load.add_argument("--max-concurrency", type=positive, default=256, help="requests under way (%(default)s)")
+    load.add_argument("--warmup", type=natural, default=0, help="uncounted requests first, at once (%(default)s)")
+    load.add_argument("--seed", type=natural, default=0, help="of the arrival times (%(default)s)")
     form = load.add_mutually_exclusive_group()
     form.add_argument("--ramp", type=_levels, metavar="A,B,C", help="rising levels, up to the first that is not clean")
     form.add_argument(
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     output = parser.add_argument_group("output")
-    output.add_argument("--out", type=_writable, metavar="FILE", help="JSON of config, summary and records")
-    output.add_argument("--chart", type=_writable, metavar="FILE", help="PNG of the levels of --ramp")
+    output.add_argument("--out", type=writable, metavar="FILE", help="JSON of config, summary and records")
+    output.add_argument("--chart", type=writable, metavar="FILE", help="PNG of the levels of --ramp")
     output.add_argument("--label", default="", help="title of the tables and the chart")
 
 
@@ -83,14 +83,14 @@ def config(args: argparse.Namespace, model: str) -> dict[str, Any]:
     }
 
 
-def _natural(text: str) -> int:
+def natural(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
     return int(text)
 
 
-def _positive(text: str) -> int:
-    value = _natural(text)
+def positive(text: str) -> int:
+    value = natural(text)
     if not value:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
@@ -130,7 +130,7 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _writable(text: str) -> Path:
+def writable(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"no such directory: {path.parent}")

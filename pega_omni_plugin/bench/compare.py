@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from pega_omni_plugin.bench.arguments import _natural, _positive, _writable
+from pega_omni_plugin.bench.arguments import natural, positive, writable
 from pega_omni_plugin.bench.client import Client
 from pega_omni_plugin.bench.comparison import WAITS_MS, Search, level_ratios, remarks, slow_machine, table
 from pega_omni_plugin.bench.load import Clock, Load, WallClock, run_load
@@ -264,9 +264,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--checkpoint", type=_directory, metavar="DIR", help="of CustomVoice (default: a tiny one, made for it)"
     )
-    made.add_argument("--frames", type=_positive, default=64, help="of 80 ms in every speech (%(default)s)")
-    made.add_argument("--rounds", type=_positive, default=2, help="times that both are measured in turn (%(default)s)")
-    made.add_argument("--requests", type=_positive, default=12, help="per level and round (%(default)s)")
+    made.add_argument("--frames", type=positive, default=64, help="of 80 ms in every speech (%(default)s)")
+    made.add_argument("--rounds", type=positive, default=2, help="times that both are measured in turn (%(default)s)")
+    made.add_argument("--requests", type=positive, default=12, help="per level and round (%(default)s)")
     made.add_argument(
         "--max-streams", type=_streams, default=SEATS, help="where the search for the most ends; 0: none (%(default)s)"
     )
@@ -274,7 +274,7 @@ def parser() -> argparse.ArgumentParser:
         "--profile", choices=("ttfa", "balanced", "throughput"), default="balanced", help="ours (%(default)s)"
     )
     made.add_argument("--anyway", action="store_true", help="ratios even if their side is too slow, marked so")
-    made.add_argument("--json", type=_writable, metavar="FILE", help="all figures")
+    made.add_argument("--json", type=writable, metavar="FILE", help="all figures")
     return made
 
 
@@ -331,7 +331,7 @@ def _directory(text: str) -> Path:
 
 
 def _streams(text: str) -> int:
-    value = _natural(text)
+    value = natural(text)
     if value > SEATS:
         raise argparse.ArgumentTypeError(f"must be at most {SEATS}, the seats that both servers have")
     return value
