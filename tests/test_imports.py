@@ -44,6 +44,8 @@ MAY_KNOW_ENGINE = (
     "engine.client",
     "engine.architecture",
     "engine.hf_config",
+    # Runs scheduler and worker in its own process.
+    "bench.step_engine",
     # Where our routes meet vLLM-Omni's application; the import stands in the function that installs them.
     "api.vllm_routes",
 )

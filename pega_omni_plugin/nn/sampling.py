@@ -149,3 +149,26 @@ def draw(
     total = weights.cumsum(dim=1)
     picked = (total > uniforms[:, None] * total[:, -1:]).int().argmax(dim=1)
     return torch.where(greedy, logits.argmax(dim=1), picked)
+
+
+def draw_first(
+    logits: torch.Tensor,
+    seen: torch.Tensor,
+    slots: torch.Tensor,
+    penalty: torch.Tensor,
+    early: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    """Draw the first code of a frame, whose last column ends the speech.
+
+    ``seen`` ``[slots + 1, vocabulary]`` marks what each slot has drawn, which ``penalty`` ``[rows]`` makes less likely;
+    the code drawn is marked. Rows that are ``early`` do not end. The others as in ``draw``.
+    """
+    scores = penalise(logits, seen.index_select(0, slots), penalty)
+    scores[:, -1].masked_fill_(early, -torch.inf)
+    codes = draw(scores, uniforms, temperature, top_k, top_p, most_k=logits.shape[1], nucleus=True)
+    seen.index_put_((slots, codes), torch.ones_like(codes, dtype=torch.bool))
+    return codes

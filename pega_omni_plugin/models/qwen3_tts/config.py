@@ -141,6 +141,11 @@ def _talker(section: Section) -> TalkerConfig:
     for name, dialect in dialects.items():
         if dialect not in languages:
             raise section.wrong("spk_is_dialect", f"{name} speaks {dialect!r}, which codec_language_id has not")
+    vocab = section.integer("vocab_size")
+    for key, ids in (("codec_language_id", languages), ("spk_id", speakers)):
+        for name, number in ids.items():
+            if not 0 <= number < vocab:
+                raise section.wrong(key, f"{name} is {number}, which is not below vocab_size {vocab}")
     return TalkerConfig(
         stack=_stack(section),
         predictor=_stack(predictor),
@@ -203,6 +208,12 @@ def _generation(section: Section) -> GenerationConfig:
 
 
 def _stack(section: Section) -> StackDims:
+    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
+        if section.integer(key) < 1:
+            raise section.wrong(key, f"expected 1 or more, got {section.integer(key)}")
+    heads, kv_heads = section.integer("num_attention_heads"), section.integer("num_key_value_heads")
+    if kv_heads < 1 or heads % kv_heads:
+        raise section.wrong("num_key_value_heads", f"{kv_heads} does not divide the {heads} heads")
     return StackDims(
         hidden=section.integer("hidden_size"),
         intermediate=section.integer("intermediate_size"),

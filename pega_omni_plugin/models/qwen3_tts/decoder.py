@@ -195,7 +195,11 @@ class _Transformer:
             fresh.copy_(qkv[:, :, self._heads :])
             q = qkv[:, :, : self._heads].transpose(1, 2).to(k.dtype)
             # Queries carry the scale.
+            if frames == 1 and not q.is_cuda:
+                # Twice: the library adds up for a single query in an order that depends on the thread.
+                q = q.repeat(1, 1, 2, 1)
             y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0, enable_gqa=self._heads != self._kv_heads)
+            y = y[:, :, :frames]
             x = torch.addmm(x, y.transpose(1, 2).reshape(rows * frames, -1), layer.o)
             x = torch.addmm(x, self._silu_mul(torch.mm(self._norm(x), layer.gate_up)), layer.down)
         self._ring.index_copy_(1, places.narrow(1, window - 1, frames).reshape(-1), new.flatten(1, 2))

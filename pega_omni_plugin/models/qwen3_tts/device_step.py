@@ -26,9 +26,6 @@ from pega_omni_plugin.nn import sampling
 from pega_omni_plugin.nn.attention import DecodeRows
 from pega_omni_plugin.nn.graphs import BucketedGraph, bucket, buckets
 
-MOST_K = 64
-"""Steps in which every row keeps at most so many codes, and all of their probability, take a shorter way."""
-
 _SLOT, _POSITION, _EARLY, _TOP_K, _SUB_TOP_K = range(5)
 _TEMPERATURE, _TOP_P, _PENALTY, _SUB_TEMPERATURE, _SUB_TOP_P, _NUMBERS = range(6)
 
@@ -91,15 +88,14 @@ class DeviceStep:
         # A row's samples, and at last its code of group 0, which says whether the speech has ended.
         self._out = torch.zeros((slots, frame_samples + 1), dtype=torch.int16, device=audio_device)
         self._result = torch.zeros(self._out.shape, dtype=torch.int16, pin_memory=device.type == "cuda")
-        self._draw: Callable[..., torch.Tensor] = sampling.draw
+        self._draw, self._draw_first = _draws(device)
         self._clock = _Clock(device)
         self._audio_stream = torch.cuda.Stream(audio_device) if audio_device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ahead: set[int] = set()
         sizes = (slots,) if fixed_rows else buckets(slots)
         self._sizes = sizes
         on_device, on_audio_device = device.type == "cuda", audio_device.type == "cuda"
-        self._short_codes = BucketedGraph(self._make_codes_short, sizes, device, capture["codec"] and on_device)
-        self._any_codes = BucketedGraph(self._make_codes_any, sizes, device, capture["codec"] and on_device)
+        self._code = BucketedGraph(self._make_codes, sizes, device, capture["codec"] and on_device)
         self._talk = BucketedGraph(self._make_hidden, sizes, device, capture["thinker"] and on_device)
         self._audio = BucketedGraph(self._make_audio, sizes, audio_device, capture["decoder"] and on_audio_device)
 
@@ -130,10 +126,10 @@ class DeviceStep:
             self._inbox.send()
             self._talk.run(len(behind))
         places = [length + made for length, made in zip(lengths, frames, strict=True)]
-        short = self._stage(slots, places, frames)
+        self._stage(slots, places, frames)
         self._inbox.send()
         with self._clock.time("codec"):
-            size = (self._short_codes if short else self._any_codes).run(count)
+            size = self._code.run(count)
         self._hand_over(size)
         with self._clock.time("decoder", self._audio_stream), self._on_audio_stream():
             self._audio.run(count)
@@ -151,15 +147,15 @@ class DeviceStep:
         """Time of each part since it was last asked, as far as the device has told it."""
         return self._clock.read()
 
-    def _stage(self, slots: Sequence[int], places: Sequence[int], frames: Sequence[int] | None = None) -> bool:
-        """Write the rows; returns whether all of them may take the shorter way."""
+    def _stage(self, slots: Sequence[int], places: Sequence[int], frames: Sequence[int] | None = None) -> None:
+        """Write where the rows stand; with ``frames``, how many each has had, also how their codes are drawn."""
         size = bucket(len(slots), self._most) if len(self._sizes) > 1 else self._most
         count, ints, floats = len(slots), self._inbox.host_ints, self._inbox.host_floats
         ints[:, :size] = 0
         ints[_SLOT, :count] = slots
         ints[_POSITION, :count] = places
         if frames is None:
-            return True
+            return
         rows, made = np.asarray(slots), np.asarray(frames)
         own = self._settings
         ints[_EARLY, :count] = made < MIN_FRAMES
@@ -175,8 +171,6 @@ class DeviceStep:
             floats[field, :count] = values[rows]
         floats[_PENALTY, count:size] = 1
         floats[_NUMBERS:, :count] = own.numbers(slots, made).T
-        ks = ints[[_TOP_K, _SUB_TOP_K], :count]
-        return bool((ks > 0).all() and (ks <= MOST_K).all() and (floats[[_TOP_P, _SUB_TOP_P], :count] >= 1).all())
 
     def _fill_text(self, slots: Sequence[int], frames: Sequence[int], beside: Mapping[int, torch.Tensor]) -> None:
         """The text beside frame number ``frames`` of every row: the padding, unless the row has text left."""
@@ -204,26 +198,26 @@ class DeviceStep:
 
     # What is captured. Each reads and writes the buffers above, up to ``rows``.
 
-    def _make_codes_short(self, rows: int) -> None:
-        self._make_codes(rows, MOST_K, nucleus=False)
-
-    def _make_codes_any(self, rows: int) -> None:
-        self._make_codes(rows, self._predictor.config.code_vocab, nucleus=True)
-
     @torch.inference_mode()
-    def _make_codes(self, rows: int, most_k: int, *, nucleus: bool) -> None:
+    def _make_codes(self, rows: int) -> None:
         ints, floats = self._inbox.ints[:, :rows], self._inbox.floats[:, :rows]
         slots, numbers = ints[_SLOT], floats[_NUMBERS:]
         hidden = self._hidden.index_select(0, slots)
-        logits = sampling.penalise(self._talker.logits(hidden), self._seen.index_select(0, slots), floats[_PENALTY])
-        logits[:, -1].masked_fill_(ints[_EARLY].bool(), -torch.inf)
-        bounds = {"most_k": most_k, "nucleus": nucleus}
-        first = self._draw(logits, numbers[0], floats[_TEMPERATURE], ints[_TOP_K], floats[_TOP_P], **bounds)
-        self._seen.index_put_((slots, first), torch.ones_like(first, dtype=torch.bool))
+        first = self._draw_first(
+            self._talker.logits(hidden),
+            self._seen,
+            slots,
+            floats[_PENALTY],
+            ints[_EARLY].bool(),
+            numbers[0],
+            floats[_TEMPERATURE],
+            ints[_TOP_K],
+            floats[_TOP_P],
+        )
+        settings = floats[_SUB_TEMPERATURE], ints[_SUB_TOP_K], floats[_SUB_TOP_P]
 
         def draw(group: int, scores: torch.Tensor) -> torch.Tensor:
-            settings = floats[_SUB_TEMPERATURE], ints[_SUB_TOP_K], floats[_SUB_TOP_P]
-            return self._draw(scores.float(), numbers[group], *settings, **bounds)
+            return self._draw(scores.float(), numbers[group], *settings, most_k=scores.shape[1], nucleus=True)
 
         codes = torch.stack(self._predictor.frame(hidden, first, draw), dim=1)
         self._codes.index_copy_(0, slots, codes)
@@ -242,6 +236,15 @@ class DeviceStep:
         x = self._talker.embed_codes(self._codes.index_select(0, slots)) + self._text[:rows]
         read = DecodeRows.on_device(slots, positions + 1, self._talker.positions)
         self._hidden.index_copy_(0, slots, self._talker.step(x, positions, read))
+
+
+def _draws(device: torch.device) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """How codes are drawn, and how the first of a frame is: one kernel each on CUDA."""
+    if device.type == "cuda":
+        from pega_omni_plugin.nn import sampling_triton
+
+        return sampling_triton.draw, sampling_triton.draw_first
+    return sampling.draw, sampling.draw_first
 
 
 class _Clock:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+
 from pega_omni_plugin.models.qwen3_tts.config import Qwen3TtsConfig
 from pega_omni_plugin.nn.checkpoint import CheckpointError
 

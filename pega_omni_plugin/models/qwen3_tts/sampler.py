@@ -56,6 +56,7 @@ class SlotSettings:
         self._groups = groups
         self._uniforms: list[Uniforms | None] = [None] * (slots + 1)
         self._block = np.zeros((slots + 1, _BLOCK, groups), np.float32)
+        self._block_number = np.zeros(slots + 1, np.int64)
 
     def admit(self, slot: int, settings: DrawSettings, seed: int) -> None:
         """A new request in ``slot``."""
@@ -63,14 +64,17 @@ class SlotSettings:
         self.predictor.set(slot, settings.predictor)
         self.penalty[slot] = settings.repetition_penalty
         self._uniforms[slot] = Uniforms(seed, self._groups)
+        self._block_number[slot] = -1
 
     def numbers(self, slots: Sequence[int], frames: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """The numbers for the frames after so many, ``[rows, groups]``; a slot's frames are asked in order."""
-        for slot, frame in zip(slots, frames.tolist(), strict=True):
-            uniforms = self._uniforms[slot]
-            if uniforms is not None and frame % _BLOCK == 0:
-                self._block[slot] = uniforms.frames(frame, _BLOCK)
-        numbers: npt.NDArray[np.float32] = self._block[np.asarray(slots), frames % _BLOCK]
+        """The numbers for the frames after so many, ``[rows, groups]``."""
+        rows, blocks = np.asarray(slots), frames // _BLOCK
+        for row in np.flatnonzero(self._block_number[rows] != blocks).tolist():
+            uniforms, slot, block = self._uniforms[slots[row]], slots[row], int(blocks[row])
+            if uniforms is not None:
+                self._block[slot] = uniforms.frames(block * _BLOCK, _BLOCK)
+            self._block_number[slot] = block
+        numbers: npt.NDArray[np.float32] = self._block[rows, frames % _BLOCK]
         return numbers
 
 
