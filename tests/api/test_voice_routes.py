@@ -162,16 +162,24 @@ async def test_a_described_voice_is_spoken_by_its_description(designing: Api) ->
     assert designing.engine.spoken[-1].instructions == "A deep voice. Softly."
 
 
-async def test_the_same_description_draws_the_same_and_makes_one_voice(designing: Api, store: VoiceStore) -> None:
+async def test_the_same_description_is_spoken_once_and_makes_one_voice(designing: Api, store: VoiceStore) -> None:
     first, again, other = [
         (await designing.create(name=name, description=text)).json()
         for name, text in (("Carla", "A deep voice."), ("Carla", "A deep voice."), ("Otto", "A high voice."))
     ]
     assert first == again
     assert other["id"] != first["id"]
-    seeds = [speech.seed for speech in designing.engine.spoken]
-    assert seeds[0] == seeds[1] != seeds[2]
+    first_seed, other_seed = [speech.seed for speech in designing.engine.spoken]
+    assert first_seed != other_seed
     assert len(store.list()) == 2
+
+
+async def test_a_deleted_voice_is_spoken_again_with_the_same_seed(designing: Api, store: VoiceStore) -> None:
+    for _ in range(2):
+        voice = (await designing.create(name="Carla", description="A deep voice.")).json()
+        assert store.delete(voice["id"])
+    first, again = [speech.seed for speech in designing.engine.spoken]
+    assert first == again
 
 
 @pytest.mark.parametrize(
