@@ -14,7 +14,10 @@ _NAMES = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding")
 
 
 def vllm_kernels() -> Kernels | None:
-    """The operations of this process's build of vLLM, or ``None`` where it lacks one of them."""
+    """The operations of the CPU build of vLLM; ``None`` with others, on whose devices ours are used, or where one is
+    missing."""
+    if not current_platform.is_cpu():
+        return None
     current_platform.import_kernels()
     if not all(hasattr(torch.ops._C, name) for name in _NAMES):
         logger.info("vLLM's fused operations are not there: PyTorch's own are used")

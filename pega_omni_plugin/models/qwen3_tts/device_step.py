@@ -217,7 +217,7 @@ class DeviceStep:
         settings = floats[_SUB_TEMPERATURE], ints[_SUB_TOP_K], floats[_SUB_TOP_P]
 
         def draw(group: int, scores: torch.Tensor) -> torch.Tensor:
-            return self._draw(scores.float(), numbers[group], *settings, most_k=scores.shape[1], nucleus=True)
+            return self._draw(scores, numbers[group], *settings, most_k=scores.shape[1], nucleus=True)
 
         codes = torch.stack(self._predictor.frame(hidden, first, draw), dim=1)
         self._codes.index_copy_(0, slots, codes)
