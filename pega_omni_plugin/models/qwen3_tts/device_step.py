@@ -125,6 +125,8 @@ class DeviceStep:
             self._fill_text([slots[row] for row in behind], [frames[row] - 1 for row in behind], beside)
             self._inbox.send()
             self._talk.run(len(behind))
+            if self._codes.is_cuda:  # what is staged below may not overtake the copy of what was staged above
+                torch.cuda.current_stream(self._codes.device).synchronize()
         places = [length + made for length, made in zip(lengths, frames, strict=True)]
         self._stage(slots, places, frames)
         self._inbox.send()
