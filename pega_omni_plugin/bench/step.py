@@ -3,7 +3,8 @@
 No server, no scheduler, no sockets: what the model itself takes for a prompt and for a frame, by the number of rows,
 beside what the device's memory and arithmetic allow (the roofline). Needs PyTorch and NumPy; Triton on a GPU.
 
-``--engine`` puts the engine's scheduler and worker around the same steps and reports what they add. That needs vLLM.
+``--engine`` runs the steps as the engine does, with vLLM's fused operations on the CPU, and once more with scheduler and
+worker around them, and reports what these add. That needs vLLM.
 """
 
 from __future__ import annotations
@@ -254,6 +255,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
     known = next((figures for part, figures in DEVICES.items() if part in name), (None, None))
     bandwidth, tflops = args.bandwidth or known[0], args.tflops or known[1]
+    if args.engine:
+        from pega_omni_plugin.bench.step_engine import use_fused_kernels
+
+        use_fused_kernels()
     program, codec_parameters = build(args)
     needs = describe(program.config, codec_parameters, program._hidden.element_size())
     print(f"{args.family} {args.dims} on {name}, torch {torch.__version__}")

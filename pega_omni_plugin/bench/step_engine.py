@@ -11,11 +11,20 @@ from vllm import SamplingParams
 from vllm_omni.engine.serialization import serialize_additional_information
 from vllm_omni.request import OmniRequest
 
+from pega_omni_plugin.engine.kernels import vllm_kernels
 from pega_omni_plugin.engine.program import Admission, Program
 from pega_omni_plugin.engine.scheduler import ProgramScheduler
 from pega_omni_plugin.engine.shared import PROCESS
 from pega_omni_plugin.engine.wire import encode_speech
 from pega_omni_plugin.engine.worker import ProgramWorker
+from pega_omni_plugin.nn import kernels
+
+
+def use_fused_kernels() -> None:
+    """Put vLLM's operations in place, as the engine's worker does."""
+    fused = vllm_kernels()
+    if fused is not None:
+        kernels.use(fused)
 
 
 def overhead_seconds(program: Program, requests: Sequence[Admission], steps: int) -> float:
