@@ -8,6 +8,8 @@ graph of the next larger bucket, with padding in the rows beyond.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -29,6 +31,11 @@ def bucket(rows: int, most: int) -> int:
         ValueError: ``rows`` is not within 1 … ``most``.
     """
     return _smallest(rows, buckets(most))
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """A block whose kernels run on ``device``: Triton launches on the current GPU, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class BucketedGraph:
@@ -59,11 +66,11 @@ class BucketedGraph:
             ValueError: ``rows`` is less than 1 or more than the largest bucket.
         """
         size = _smallest(rows, self._buckets)
-        if self._graphs:
-            with torch.cuda.device(self._device):
+        with current(self._device):
+            if self._graphs:
                 self._graphs[size].replay()
-        else:
-            self._function(size)
+            else:
+                self._function(size)
         return size
 
     def _capture(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pega_omni_plugin.nn.graphs import BUCKETS, BucketedGraph, bucket, buckets
+from pega_omni_plugin.nn.graphs import BUCKETS, BucketedGraph, bucket, buckets, current
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -72,6 +72,7 @@ class Device:
     captured, a capture does no work, and a stream that was not waited for is a race."""
 
     stream: str = "main"
+    current: torch.device | None = None
     capturing: Graph | None = None
     ran: list[tuple[str, int]] = field(default_factory=list)  # (stream, rows) of work that was done
     waited: list[tuple[str, str]] = field(default_factory=list)
@@ -128,7 +129,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     @contextmanager
     def chosen(chosen: torch.device) -> Iterator[None]:
         assert chosen == CUDA
+        before, state.current = state.current, chosen
         yield
+        state.current = before
 
     monkeypatch.setattr(torch.cuda, "device", chosen)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
@@ -152,3 +155,13 @@ def test_a_run_replays_the_bucket_and_calls_nothing(device: Device) -> None:
     device.ran.clear()
     assert [graph.run(rows) for rows in (1, 2, 3, 4)] == [1, 2, 4, 4]
     assert device.ran == [("replay", 1), ("replay", 2), ("replay", 4), ("replay", 4)]
+
+
+def test_kernels_run_on_the_device_of_their_tensors(device: Device) -> None:
+    """Without a capture too: the fixture's ``torch.cuda.device`` says which was made current."""
+    graph = BucketedGraph(lambda rows: device.ran.append((str(device.current), rows)), (1, 2), CUDA, capture=False)
+    graph.run(2)
+    with current(CPU):
+        graph.run(1)
+    assert device.ran == [("cuda:0", 2), ("cuda:0", 1)]
+    assert device.current is None

@@ -91,7 +91,6 @@ class DeviceStep:
         self._draw, self._draw_first = _draws(device)
         self._clock = _Clock(device)
         self._audio_stream = torch.cuda.Stream(audio_device) if audio_device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._ahead: set[int] = set()
         sizes = (slots,) if fixed_rows else buckets(slots)
         self._sizes = sizes
         on_device, on_audio_device = device.type == "cuda", audio_device.type == "cuda"
@@ -103,7 +102,6 @@ class DeviceStep:
         """A new request in ``slot``, whose hidden state is there."""
         self._settings.admit(slot, settings, seed)
         self._seen[slot] = False
-        self._ahead.discard(slot)
 
     def run(
         self,
@@ -118,17 +116,7 @@ class DeviceStep:
         is fed beside the frames, ``[tokens, hidden]``, where there is some.
         """
         count = len(slots)
-        behind = [row for row in range(count) if frames[row] and slots[row] not in self._ahead]
-        if behind:  # left out of the last step
-            places = [lengths[row] + frames[row] - 1 for row in behind]
-            self._stage([slots[row] for row in behind], places)
-            self._fill_text([slots[row] for row in behind], [frames[row] - 1 for row in behind], beside)
-            self._inbox.send()
-            self._talk.run(len(behind))
-            if self._codes.is_cuda:  # what is staged below may not overtake the copy of what was staged above
-                torch.cuda.current_stream(self._codes.device).synchronize()
-        places = [length + made for length, made in zip(lengths, frames, strict=True)]
-        self._stage(slots, places, frames)
+        self._stage(slots, lengths, frames)
         self._inbox.send()
         with self._clock.time("codec"):
             size = self._code.run(count)
@@ -139,7 +127,6 @@ class DeviceStep:
         self._fill_text(slots, frames, beside)
         with self._clock.time("thinker"):
             self._talk.run(count)
-        self._ahead.update(slots)
         if self._audio_stream is not None:
             self._audio_stream.synchronize()
         result = self._result[:count].numpy().copy()
@@ -149,17 +136,15 @@ class DeviceStep:
         """Time of each part since it was last asked, as far as the device has told it."""
         return self._clock.read()
 
-    def _stage(self, slots: Sequence[int], places: Sequence[int], frames: Sequence[int] | None = None) -> None:
-        """Write where the rows stand; with ``frames``, how many each has had, also how their codes are drawn."""
+    def _stage(self, slots: Sequence[int], lengths: Sequence[int], frames: Sequence[int]) -> None:
+        """Write where the rows stand and how their codes are drawn."""
         size = bucket(len(slots), self._most) if len(self._sizes) > 1 else self._most
         count, ints, floats = len(slots), self._inbox.host_ints, self._inbox.host_floats
         ints[:, :size] = 0
-        ints[_SLOT, :count] = slots
-        ints[_POSITION, :count] = places
-        if frames is None:
-            return
         rows, made = np.asarray(slots), np.asarray(frames)
         own = self._settings
+        ints[_SLOT, :count] = rows
+        ints[_POSITION, :count] = np.asarray(lengths) + made
         ints[_EARLY, :count] = made < MIN_FRAMES
         ints[_TOP_K, :count], ints[_SUB_TOP_K, :count] = own.talker.top_k[rows], own.predictor.top_k[rows]
         floats[:, :size] = 0
@@ -188,9 +173,11 @@ class DeviceStep:
         self._text_is_padding = not left
 
     def _hand_over(self, size: int) -> None:
-        """Codes and slots to the decoder's device, in its stream, once the codes are made."""
+        """Codes and slots to the decoder's device, in its stream, once the codes are made, and once new requests'
+        state of the decoder is, which their prefill left to that device's own stream."""
         if self._audio_stream is not None:
-            self._audio_stream.wait_stream(torch.cuda.current_stream(self._codes.device))
+            for device in {self._codes.device, self._audio_codes.device}:
+                self._audio_stream.wait_stream(torch.cuda.current_stream(device))
         with self._on_audio_stream():
             self._audio_codes[:size, 0].copy_(self._row_codes[:size], non_blocking=True)
             self._audio_slots[:size].copy_(self._inbox.ints[_SLOT, :size], non_blocking=True)

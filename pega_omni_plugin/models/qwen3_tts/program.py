@@ -39,6 +39,7 @@ from pega_omni_plugin.models.qwen3_tts.sampler import CpuSampler
 from pega_omni_plugin.models.qwen3_tts.thinker import Talker
 from pega_omni_plugin.nn.attention import DecodeRows
 from pega_omni_plugin.nn.checkpoint import Weights
+from pega_omni_plugin.nn.graphs import current
 
 _NOTHING = np.zeros(0, np.int16)
 
@@ -139,11 +140,12 @@ class Qwen3TtsProgram:
         prompts = [TalkerPrompt.from_document(admission.prompt.data) for admission in batch]
         embedded = [self.talker.embed_prompt(prompt) for prompt in prompts]
         slots = [admission.slot for admission in batch]
-        if self.options.deterministic:
-            pairs = zip(embedded, slots, strict=True)
-            hidden = torch.cat([self.talker.prefill([one], [slot]) for one, slot in pairs])
-        else:
-            hidden = self.talker.prefill(embedded, slots)
+        with current(self._hidden.device):
+            if self.options.deterministic:
+                pairs = zip(embedded, slots, strict=True)
+                hidden = torch.cat([self.talker.prefill([one], [slot]) for one, slot in pairs])
+            else:
+                hidden = self.talker.prefill(embedded, slots)
         index = torch.tensor(slots, device=hidden.device)
         self._hidden.index_copy_(0, index, hidden)
         decoded = time.perf_counter()
@@ -154,7 +156,8 @@ class Qwen3TtsProgram:
             if prompt.reference is not None:
                 # The decoder goes on from the recording, as the official package decodes both and cuts.
                 codes = torch.from_numpy(prompt.reference).long().to(self.decoder.device)
-                self.decoder.decode(codes[None], torch.tensor([slot], device=codes.device))
+                with current(codes.device):
+                    self.decoder.decode(codes[None], torch.tensor([slot], device=codes.device))
             self._beside.pop(slot, None)
             if prompt.trailing:
                 self._beside[slot] = self.talker.embed_text(torch.tensor(prompt.trailing, device=hidden.device))

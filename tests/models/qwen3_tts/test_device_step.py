@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -95,3 +97,18 @@ def test_a_slot_left_out_of_a_step_goes_on_where_it_was(checkpoint: Path) -> Non
     made = np.concatenate(pieces)
     assert np.abs(made.astype(int) - whole[2].pcm[: len(made)]).max() <= 2
     assert len(made) > 3 * program.info.frame_samples
+
+
+def test_the_decoder_waits_for_the_codes_and_for_what_a_prefill_left_on_its_own_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Resets and recordings are decoded on the second GPU's usual stream, steps on another."""
+    step = DeviceStep.__new__(DeviceStep)
+    step._audio_stream = MagicMock()
+    step._codes = MagicMock(device=torch.device("cuda", 0))
+    step._audio_codes = MagicMock(device=torch.device("cuda", 1))
+    step._audio_slots = step._row_codes = step._inbox = MagicMock()
+    monkeypatch.setattr(torch.cuda, "current_stream", str)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    step._hand_over(4)
+    assert {call.args for call in step._audio_stream.wait_stream.mock_calls} == {("cuda:0",), ("cuda:1",)}
