@@ -3,8 +3,8 @@
 No server, no scheduler, no sockets: what the model itself takes for a prompt and for a frame, by the number of rows,
 beside what the device's memory and arithmetic allow (the roofline). Needs PyTorch and NumPy; Triton on a GPU.
 
-``--engine`` runs the steps as the engine does, with vLLM's fused operations on the CPU, and once more with scheduler and
-worker around them, and reports what these add. That needs vLLM.
+``--engine`` runs the steps as the engine does, with vLLM's fused operations on the CPU, and once more with scheduler
+and worker around them, and reports what these add. That needs vLLM.
 """
 
 from __future__ import annotations
