@@ -86,20 +86,16 @@ class Preparer:
         """
         info = self._engine.info
         try:
-            if isinstance(source, bytes):
-                data = source
-            elif not source.startswith(("http://", "https://")):
-                data = decode_data(source)
-            elif info.recording_urls:
-                data = await fetch_recording(source, MAX_RECORDING_BYTES)
-            else:
-                raise FetchError("this server takes no URLs; send the recording itself as a data URL")
-            pcm = await asyncio.to_thread(read_recording, data, info.sample_rate, Limits(*info.recording_seconds))
+            if isinstance(source, str) and source.startswith(("http://", "https://")):
+                if not info.recording_urls:
+                    raise FetchError("this server takes no URLs; send the recording itself as a data URL")
+                source = await fetch_recording(source, MAX_RECORDING_BYTES)
+            # Megabytes of base64 take longer than a frame may wait on the event loop.
+            return await asyncio.to_thread(_read, source, info.sample_rate, Limits(*info.recording_seconds))
         except RecordingError as error:  # its message goes on from the field's name
             raise InvalidRequest(f"{param} {error}", param=param) from error
         except FetchError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from error
-        return pcm, hashlib.sha256(data).hexdigest()
 
     async def encode_stored(self, voice: StoredVoice) -> Encoding:
         """The encoding of a stored voice's recording, from memory, from disk, or made now and kept in both.
@@ -157,3 +153,9 @@ class Preparer:
         except VoicesUnwritable as error:  # this worker will make it again when it is started anew
             logger.warning("%s", error)
         return made
+
+
+def _read(source: str | bytes, sample_rate: int, limits: Limits) -> tuple[npt.NDArray[np.float32], str]:
+    """What ``Preparer.read`` gives, of a recording that is here."""
+    data = decode_data(source) if isinstance(source, str) else source
+    return read_recording(data, sample_rate, limits), hashlib.sha256(data).hexdigest()

@@ -99,7 +99,9 @@ async def _create(service: SpeechService, request: Request) -> StoredVoice:
         raise InvalidRequest(
             f"model {info.model} makes voices from recordings only; send audio_sample", param="audio_sample"
         )
-    known = next((voice for voice in store.list() if voice.description == asked.description and voice.has_audio), None)
+    said = (asked.description, asked.language)
+    voices = await asyncio.to_thread(store.list)
+    known = next((voice for voice in voices if (voice.description, voice.language) == said and voice.has_audio), None)
     # Made again beside other streams, it might differ in its last bits and be another voice.
     pcm = await asyncio.to_thread(store.audio, known) if known is not None else await _describe(service, asked)
     return await _keep(store, asked, pcm, SAMPLE_TEXT)

@@ -21,7 +21,7 @@ from pega_omni_plugin.api.fetch import FetchError
 from pega_omni_plugin.api.prompts import MAX_RECORDING_BYTES, Preparer
 from pega_omni_plugin.api.requests import SpeechCall
 from pega_omni_plugin.api.voices import StoredVoice, VoiceStore, VoicesUnwritable
-from pega_omni_plugin.audio.recording import Limits, read_recording
+from pega_omni_plugin.audio.recording import Limits, decode_data, read_recording
 from pega_omni_plugin.engine.errors import EngineBusy, EngineDead, EngineError
 from pega_omni_plugin.engine.program import Option, Prompt, Recording, RequestError, Speech, Voice
 from tests.api.fake_engine import INFO, MODEL, FakeEngine, FakeFront
@@ -141,10 +141,16 @@ async def test_a_recording_may_come_without_its_words(
     assert asked(front)[1].transcript is None
 
 
-async def test_a_recording_is_encoded_beside_the_event_loop_and_text_on_it(
-    engine: FakeEngine, front: FakeFront
+async def test_a_recording_is_read_and_encoded_beside_the_event_loop_and_text_on_it(
+    engine: FakeEngine, front: FakeFront, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def decode(text: str) -> bytes:
+        front.threads["decode"] = threading.current_thread()
+        return decode_data(text)
+
+    monkeypatch.setattr("pega_omni_plugin.api.prompts.decode_data", decode)
     await prepare(engine, ref_audio=data_url(wav(1)))
+    assert front.threads["decode"] is not threading.current_thread()
     assert front.threads["encode"] is not threading.current_thread()
     assert front.threads["prepare"] is threading.current_thread()
 

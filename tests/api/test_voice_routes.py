@@ -174,6 +174,15 @@ async def test_the_same_description_is_spoken_once_and_makes_one_voice(designing
     assert len(store.list()) == 2
 
 
+async def test_a_description_known_in_one_language_is_spoken_again_in_another(designing: Api) -> None:
+    await designing.create(name="Carla", description="A deep voice.", language="en")
+    await designing.create(name="Carla", description="A deep voice.", language="de")
+    assert [speech.extra for speech in designing.engine.spoken] == [{"language": "en"}, {"language": "de"}]
+    designing.front.refusal = RequestError("language", "language 'xx' is not known")
+    answer = await designing.create(name="Carla", description="A deep voice.", language="xx")
+    mistake(answer, 400, "language", "is not known")
+
+
 async def test_a_deleted_voice_is_spoken_again_with_the_same_seed(designing: Api, store: VoiceStore) -> None:
     for _ in range(2):
         voice = (await designing.create(name="Carla", description="A deep voice.")).json()
