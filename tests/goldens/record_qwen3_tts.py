@@ -83,8 +83,8 @@ OTHER_SAMPLING = {
     "subtalker_top_p": 0.7,
 }
 
-# ``record``: "ids", also the "prompt", also "greedy" codes; or "sampled" ones. All but ``min_frames`` is passed on to
-# the package.
+# ``record``: "ids", also the "prompt", also "greedy" codes; "far", greedy codes and audio only; or "sampled" ones. All
+# but ``min_frames`` is passed on to the package.
 CUSTOM_VOICE: dict[str, dict[str, Any]] = {
     "english": {
         "record": "greedy",
@@ -100,6 +100,7 @@ CUSTOM_VOICE: dict[str, dict[str, Any]] = {
     "dialect_chinese": {"record": "prompt", "text": "好", "speaker": "Dylan", "language": "Chinese"},
     "dialect_english": {"record": "prompt", "text": "Well.", "speaker": "eric", "language": "English"},
     "ending": {"record": "greedy", "text": "Bye.", "speaker": "ryan"},
+    "far": {"record": "far", "min_frames": 40, "text": "On and on it goes.", "speaker": "ryan"},
     "streaming": {
         "record": "greedy",
         "min_frames": 12,
@@ -119,6 +120,7 @@ CUSTOM_VOICE_NARROW: dict[str, dict[str, Any]] = {
     "english": CUSTOM_VOICE["english"],
     # The 0.6B takes no instructions: the package drops them.
     "instruction": CUSTOM_VOICE["instruction"] | {"record": "prompt"},
+    "far": CUSTOM_VOICE["far"],
     "sampled": CUSTOM_VOICE["sampled"],
 }
 VOICE_DESIGN: dict[str, dict[str, Any]] = {
@@ -259,8 +261,10 @@ class Recorder:
         draws = Draws(None)
         found = self._generate(draws, request | GREEDY, min_frames)
         ids = [key for key in found if key.endswith("_ids")]
-        kept = {"ids": ids, "prompt": [*ids, "prompt", "trailing"], "greedy": list(found)}[record]
-        return {key: found[key] for key in kept}, {"margin": draws.margin} if record == "greedy" else {}
+        kept = {"ids": ids, "prompt": [*ids, "prompt", "trailing"], "greedy": list(found)}
+        kept["far"] = [*ids, "codes", "first_codes", "pcm"]
+        facts = {"margin": draws.margin} if record in ("greedy", "far") else {}
+        return {key: found[key] for key in kept[record]}, facts
 
     def _generate(self, draws: Draws, request: dict[str, Any], frames: int) -> dict[str, np.ndarray]:
         self.ids.clear()

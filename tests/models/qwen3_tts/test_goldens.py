@@ -268,7 +268,7 @@ def assert_speech_is_as_recorded(one: Golden) -> None:
         assert len(pcm[::PCM_STRIDE]) == len(wanted)
 
 
-@pytest.mark.parametrize(("case", "name"), recorded("greedy"))
+@pytest.mark.parametrize(("case", "name"), recorded("greedy", "far"))
 def test_greedy_speech_is_that_of_the_official_package(
     golden: GoldenOf, held_back: Callable[[Golden], None], case: str, name: str
 ) -> None:
