@@ -84,12 +84,18 @@ class RandomWeights:
     """In place of ``nn.checkpoint.Weights``: numbers of the right shape, made on the device."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device, self.count = dtype, device, 0
+        self.dtype, self.device = dtype, device
+        self._counts: list[int] = []  # shared by copies: the decoder reads through one
+
+    @property
+    def count(self) -> int:
+        """Numbers taken so far."""
+        return sum(self._counts)
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Normal numbers of variance 1 / inputs for matrices; ones where the model divides by them or scales with
         them."""
-        self.count += int(np.prod(shape))
+        self._counts.append(int(np.prod(shape)))
         if name.endswith(("norm.weight", "cluster_usage", "scale", "gamma")):
             return torch.ones(shape, dtype=self.dtype, device=self.device)
         scale = float(np.prod(shape[1:]) or 1) ** -0.5 if len(shape) > 1 else 0.02
@@ -97,25 +103,35 @@ class RandomWeights:
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """What one step must read, and compute for each row; biases and norms left out."""
+class Work:
+    """Bytes that a part must read in a step, and operations for each row; biases and norms left out."""
 
-    talker: int
-    predictor: int
-    codec: int
+    read: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The parts of a step, and the bytes that the talker reads for a token in a row's cache."""
+
+    talker: Work
+    predictor: Work
+    codec: Work
     kv_per_token: int
-    flops_per_row: int
 
     def seconds(self, rows: int, tokens: int, bandwidth: float, flops: float) -> float:
         """The least time of a step of ``rows`` that have ``tokens`` in their caches, parts one after another.
 
-        Each part takes the longer of reading its weights and computing; see Williams et al. 2009.
+        Each part takes the longer of reading and computing; see Williams et al. 2009.
         """
-        read = self.talker + self.predictor + self.codec + rows * tokens * self.kv_per_token
-        return max(read / bandwidth, rows * self.flops_per_row / flops)
+        cached = rows * tokens * self.kv_per_token
+        return sum(
+            max((work.read + more) / bandwidth, rows * work.flops / flops)
+            for work, more in ((self.talker, cached), (self.predictor, 0), (self.codec, 0))
+        )
 
 
-def describe(config: Qwen3TtsConfig, codec_parameters: int, width: int) -> Bytes:
+def describe(config: Qwen3TtsConfig, codec_parameters: int, width: int) -> StepWork:
     """Count what a step takes, for weights of ``width`` bytes."""
 
     def body(dims: Any) -> int:
@@ -123,9 +139,8 @@ def describe(config: Qwen3TtsConfig, codec_parameters: int, width: int) -> Bytes
         return int(dims.layers * (attention + 3 * dims.hidden * dims.intermediate))
 
     talker, groups = config.talker, config.talker.groups
-    head = talker.stack.hidden * (talker.vocab - 1023)
-    predictor_head = talker.predictor.hidden * talker.code_vocab
-    passes = groups - 1
+    spoken = body(talker.stack) + talker.stack.hidden * (talker.vocab - 1023)
+    predicted = (groups - 1) * (body(talker.predictor) + talker.predictor.hidden * talker.code_vocab)
     kv = 2 * talker.stack.layers * talker.stack.kv_heads * talker.stack.head_dim * width
     codec = config.codec
     # Samples per frame times channels grow and shrink through the vocoder: counted from its widths.
@@ -138,13 +153,11 @@ def describe(config: Qwen3TtsConfig, codec_parameters: int, width: int) -> Bytes
         vocoder += steps * channels * (channels // 2) * 2 * rate
         channels, steps = channels // 2, steps * rate
         vocoder += steps * 3 * (7 + 1) * channels * channels
-    flops = 2 * (body(talker.stack) + head + passes * (body(talker.predictor) + predictor_head) + vocoder)
-    return Bytes(
-        talker=(body(talker.stack) + head) * width,
-        predictor=passes * (body(talker.predictor) + predictor_head) * width,
-        codec=codec_parameters * width,
+    return StepWork(
+        talker=Work(spoken * width, 2 * spoken),
+        predictor=Work(predicted * width, 2 * predicted),
+        codec=Work(codec_parameters * width, 2 * (vocoder + body(codec.transformer))),
         kv_per_token=kv,
-        flops_per_row=int(flops + 2 * body(codec.transformer)),
     )
 
 
@@ -260,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         use_fused_kernels()
     program, codec_parameters = build(args)
-    needs = describe(program.config, codec_parameters, program._hidden.element_size())
+    work = describe(program.config, codec_parameters, program._hidden.element_size())
     print(f"{args.family} {args.dims} on {name}, torch {torch.__version__}")
     rows_of_figures = []
     for rows in args.rows:
@@ -268,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures["audio_s_per_s"] = rows * FRAME_SECONDS / figures["step_ms"] * 1e3
         if bandwidth and tflops:
             tokens = PROMPT_TOKENS + args.frames // 2
-            figures["roofline_ms"] = needs.seconds(rows, tokens, bandwidth * 1e12, tflops * 1e12) * 1e3
+            figures["roofline_ms"] = work.seconds(rows, tokens, bandwidth * 1e12, tflops * 1e12) * 1e3
         if args.engine:
             figures["engine_adds_ms"] = measure_engine(program, rows, args.frames)
         rows_of_figures.append(figures)

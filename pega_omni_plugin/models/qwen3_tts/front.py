@@ -62,11 +62,13 @@ class Qwen3TtsFront:
             whole_text=clone is None or bool(extra.get("non_streaming_mode", False)),
         )
         room = self._options.positions - len(prompt)
-        if room < frames_needed(speech.input):
+        needed = frames_needed(speech.input)
+        if room < needed:
             raise RequestError(
                 "input",
-                f"the prompt has {len(prompt)} tokens, which leaves {max(room, 0)} frames of a request's "
-                f"{self._options.positions} for speech: too few; send the text in pieces",
+                f"input of {len(speech.input.encode())} bytes takes about {needed} frames to speak, and a prompt of "
+                f"{len(prompt)} tokens leaves {max(room, 0)} of the {self._options.positions} that a request may "
+                "have; send the text in pieces",
             )
         wanted = extra.get("max_new_tokens", config.generation.max_frames)
         frames = min(frame_limit(speech.input), room, wanted, config.generation.max_frames)

@@ -132,8 +132,10 @@ def test_a_text_that_does_not_fit_is_refused_and_says_how_much_is_left(front_of:
     fitting = next(n for n in range(200, 0, -1) if _fits(front, "a" * n))
     error = refused(front, Speech("a" * (fitting + 1), "ryan", 0))
     assert error.field == "input"
-    assert "frames of a request's 256 for speech: too few; send the text in pieces" in str(error)
-    assert "leaves 0 frames" in str(refused(front, Speech("a" * 300, "ryan", 0)))
+    message = str(error)
+    assert f"{fitting + 1} bytes takes about {fitting + 1} frames" in message
+    assert f"leaves {fitting - 1} of the 256" in message and message.endswith("send the text in pieces")
+    assert "leaves 0 of the 256" in str(refused(front, Speech("a" * 300, "ryan", 0)))
 
 
 def _fits(front: Qwen3TtsFront, text: str) -> bool:
