@@ -120,6 +120,9 @@ class Qwen3TtsProgram:
         device, dtype = placed["thinker"]
         weights = Weights(checkpoint, dtype, device)
         device, dtype = placed["decoder"]
+        if device.type == "cuda" and dtype == torch.float32:
+            # cuDNN rounds what it multiplies to 10 bits otherwise, and float32 was asked for.
+            torch.backends.cudnn.allow_tf32 = False
         codec_weights = Weights(checkpoint / "speech_tokenizer", dtype, device)
         info = program_info(config, options, checkpoint.resolve().name)
         with torch.inference_mode():
