@@ -22,6 +22,7 @@ from vllm import SamplingParams
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm_omni.engine.arg_utils import register_omni_models_to_vllm
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from pega_omni_plugin.engine.config import make_front
@@ -257,4 +258,7 @@ def runs_our_program(omni: AsyncOmni) -> bool:
 def start_engine(model: str, deploy_config: str | None) -> AsyncOmni:
     """Start vLLM-Omni with the engine process of ``model``; returns when the program is loaded."""
     options = {} if deploy_config is None else {"deploy_config": deploy_config}
+    # vLLM-Omni does so only later: until then it takes a checkpoint's own configuration for unknown, tries again after
+    # two seconds, and resolves the pipeline without it (see ``registration._resolve``).
+    register_omni_models_to_vllm()
     return AsyncOmni(model=model, log_stats=False, **options)

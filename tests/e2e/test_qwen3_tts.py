@@ -233,6 +233,13 @@ def heard_from_frontend(server: Server, **fields: Any) -> bytes:
     return answer.content
 
 
+def test_the_worker_knows_the_checkpoint_and_waits_for_its_engine_without_polling(custom: tuple[Server, str]) -> None:
+    server, _ = custom
+    log = server.log.read_text()
+    assert "Error parsing config" not in log
+    assert "Event-driven orchestration loop enabled" in log
+
+
 def test_a_seed_reproduces_bytes_through_the_frontend(custom: tuple[Server, str]) -> None:
     server, _ = custom
     made, again, other = (heard_from_frontend(server, seed=seed) for seed in (5, 5, 6))

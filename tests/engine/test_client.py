@@ -16,7 +16,8 @@ import torch
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.engine.serialization import serialize_additional_information
 
-from pega_omni_plugin.engine.client import EngineClient, runs_our_program
+from pega_omni_plugin.engine import client as engine_client
+from pega_omni_plugin.engine.client import EngineClient, runs_our_program, start_engine
 from pega_omni_plugin.engine.errors import CallFailed, EngineBusy, EngineDead, EngineTimeout, RequestFailed
 from pega_omni_plugin.engine.program import CharacterFront, Prompt, Speech
 from pega_omni_plugin.engine.wire import Ending, decode_speech, encode_ending, encode_info
@@ -331,3 +332,14 @@ async def test_a_request_that_is_made_but_not_read_still_counts() -> None:
         assert speaking.in_flight == 1
         assert len([pcm async for pcm in stream]) == 1
     assert speaking.in_flight == 0
+
+
+@pytest.mark.parametrize(("deploy_config", "options"), [(None, {}), ("x.yaml", {"deploy_config": "x.yaml"})])
+def test_the_engine_starts_when_the_configurations_of_checkpoints_are_known(
+    monkeypatch: pytest.MonkeyPatch, deploy_config: str | None, options: dict[str, str]
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(engine_client, "register_omni_models_to_vllm", lambda: calls.append("known"))
+    monkeypatch.setattr(engine_client, "AsyncOmni", lambda **given: calls.append(given))
+    start_engine("/models/tiny", deploy_config)
+    assert calls == ["known", {"model": "/models/tiny", "log_stats": False, **options}]
