@@ -67,8 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_model(known.model)
         if known.stage_configs_path is not None:
             deploy_config = find_stage_file(known.stage_configs_path)
-            if is_program_file(deploy_config):
-                load_stage_file(deploy_config)
+            if not is_program_file(deploy_config):
+                raise ConfigError(
+                    f"--stage-configs-path {known.stage_configs_path}: its pipeline is none of this package's, and a "
+                    "worker serves no others; name another stage file, or leave the option out"
+                )
+            load_stage_file(deploy_config)
     except ConfigError as error:
         sys.exit(f"pega-omni: {error}")
 

@@ -67,3 +67,9 @@ def test_a_status_port_that_dynamo_cannot_take_is_refused(port: str, monkeypatch
 def test_an_unknown_stage_file_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(SystemExit, match=r"nowhere.*piper, qwen3_tts.*, sim"):
         main(["--model", "sim", "--stage-configs-path", "nowhere"])
+
+
+def test_a_stage_file_of_another_pipeline_is_refused_at_once() -> None:
+    """The engine would find out after a minute, under pages of tracebacks."""
+    with pytest.raises(SystemExit, match=r"^pega-omni: --stage-configs-path upstream_qwen3_tts: its pipeline is none"):
+        main(["--model", "sim", "--stage-configs-path", "upstream_qwen3_tts"])
