@@ -264,7 +264,9 @@ def _place(part: Part, config: PartConfig) -> tuple[torch.device, torch.dtype]:
         raise ValueError(f"parts.{part}.device: {config.device!r} is no device: {error}") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"parts.{part}.device: expected cpu or cuda, got {config.device!r}")
-    if device.type == "cuda" and (not found or (device.index or 0) >= torch.cuda.device_count()):
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)  # so that both names of it are the same
+    if device.type == "cuda" and (not found or device.index >= torch.cuda.device_count()):
         count = torch.cuda.device_count() if found else 0
         raise ValueError(f"parts.{part}.device: {config.device!r}, but {count} GPUs are found")
     wide = device.type == "cpu" if config.dtype == "auto" else config.dtype == "float32"

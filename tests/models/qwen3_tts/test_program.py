@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pega_omni_plugin.engine.program import PARTS, Admission, Part, PartConfig, Pcm, Prompt, Speech
+from pega_omni_plugin.models.qwen3_tts import program as program_module
 from pega_omni_plugin.models.qwen3_tts.ending import LOOP_FRAMES
 from pega_omni_plugin.models.qwen3_tts.front import Qwen3TtsFront
 from pega_omni_plugin.models.qwen3_tts.options import Qwen3TtsOptions
@@ -320,6 +321,13 @@ def test_parts_that_cannot_run_where_they_are_put_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Qwen3TtsProgram.load(checkpoint_of("custom_voice"), Qwen3TtsOptions(), parts, 1)
+
+
+def test_the_first_gpu_is_the_same_under_each_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    placed = {program_module._place("thinker", PartConfig(name)) for name in ("auto", "cuda", "cuda:0")}
+    assert placed == {(torch.device("cuda", 0), torch.bfloat16)}
 
 
 def test_pcm_is_the_decoders_sample_rounded(
