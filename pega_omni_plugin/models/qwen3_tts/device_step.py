@@ -179,8 +179,9 @@ class DeviceStep:
             for device in {self._codes.device, self._audio_codes.device}:
                 self._audio_stream.wait_stream(torch.cuda.current_stream(device))
         with self._on_audio_stream():
-            self._audio_codes[:size, 0].copy_(self._row_codes[:size], non_blocking=True)
-            self._audio_slots[:size].copy_(self._inbox.ints[_SLOT, :size], non_blocking=True)
+            ordered = self._audio_stream is not None  # a decoder on the CPU reads at once what is copied here
+            self._audio_codes[:size, 0].copy_(self._row_codes[:size], non_blocking=ordered)
+            self._audio_slots[:size].copy_(self._inbox.ints[_SLOT, :size], non_blocking=ordered)
 
     def _on_audio_stream(self) -> Any:
         return nullcontext() if self._audio_stream is None else torch.cuda.stream(self._audio_stream)

@@ -112,3 +112,12 @@ def test_the_decoder_waits_for_the_codes_and_for_what_a_prefill_left_on_its_own_
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     step._hand_over(4)
     assert {call.args for call in step._audio_stream.wait_stream.mock_calls} == {("cuda:0",), ("cuda:1",)}
+
+
+def test_a_decoder_on_the_cpu_has_the_codes_before_it_reads_them() -> None:
+    step = DeviceStep.__new__(DeviceStep)
+    step._audio_stream = None
+    step._audio_codes, step._audio_slots, step._row_codes, step._inbox = (MagicMock() for _ in range(4))
+    step._hand_over(4)
+    for copied in (step._audio_codes, step._audio_slots):
+        assert copied[:4].copy_.call_args.kwargs == {"non_blocking": False}
