@@ -202,6 +202,8 @@ def _speed(speed: float | None, info: ProgramInfo) -> float:
     slowest, fastest = info.speeds
     if speed is None:
         return 1.0
+    if speed != 1 and slowest == fastest:
+        raise InvalidRequest(f"speed {speed:g}: model {info.model} speaks at its own pace; leave it out", param="speed")
     if not slowest <= speed <= fastest:
         raise InvalidRequest(f"speed {speed:g} is not between {slowest:g} and {fastest:g}", param="speed")
     return float(speed)

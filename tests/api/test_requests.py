@@ -161,6 +161,13 @@ def test_instructions_have_two_names(field: str) -> None:
     assert check(**{field: ""}).speech.instructions is None
 
 
+def test_a_program_of_one_pace_takes_no_other() -> None:
+    own = replace(INFO, speeds=(1.0, 1.0))
+    assert check_speech({"input": "x", "speed": 1}, own, [own.model]).speech.speed == 1
+    with pytest.raises(InvalidRequest, match=r"speed 2: model .* speaks at its own pace"):
+        check_speech({"input": "x", "speed": 2}, own, [own.model])
+
+
 @pytest.mark.parametrize("speed", [0.5, 1, 2, 2.0])
 def test_speed_up_to_its_bounds_is_a_float(speed: float) -> None:
     given = check(speed=speed).speech.speed

@@ -206,7 +206,7 @@ def test_a_taken_port_is_said_at_once_with_the_fix(clone: Shell) -> None:
         (["--model", "./nowhere"], "--model ./nowhere: no such directory"),
         (["--model", "smi"], "or one of: piper sim"),
         (["--model", "launch"], "has no config.json"),
-        (["--stage-configs-path", "fast"], "none of that name in stage_configs/ (there are: piper sim"),
+        (["--stage-configs-path", "fast"], "none of that name in stage_configs/ (there are: piper qwen3_tts"),
         (["--stage-configs-path", "_engine"], "no such file"),
         (["--host", "192.0.2.1"], "host 192.0.2.1 is no address of this machine"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -95,15 +94,7 @@ def test_turn_norms_heads_and_rotates_them_by_their_position(dtype: torch.dtype)
     assert found.dtype == dtype
 
 
-@pytest.fixture
-def restored() -> Iterator[None]:
-    before = kernels._used
-    yield
-    kernels._used = before
-
-
-def test_operations_put_in_place_serve_what_is_loaded_from_then_on(restored: None) -> None:
-    kernels._used = None
+def test_operations_put_in_place_serve_what_is_loaded_from_then_on() -> None:
     assert kernels.current("cpu") is PLAIN
     other = replace(PLAIN, silu_mul=lambda gate_up: gate_up)
     kernels.use(other)
