@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ MAX_RECORDING_BYTES = 16 << 20
 MOST_PREPARING = 32
 """Requests whose recordings are read and encoded at a time; each holds up to a few recordings' length in memory."""
 
+ENCODERS = max(1, (os.cpu_count() or 1) // 2)
+"""Recordings encoded at a time: each keeps a core busy for seconds, and a thread that others wait for."""
+
 ENCODINGS_KEPT = 256
 """Encodings of recordings kept in memory: a few kilobytes each."""
 
@@ -45,6 +49,7 @@ class Preparer:
         self._engine = engine
         self._voices = voices
         self._preparing = 0
+        self._turns = asyncio.Semaphore(ENCODERS)
         self._encodings: OrderedDict[str, asyncio.Future[Encoding]] = OrderedDict()
 
     async def prepare(self, document: Mapping[str, Any], served: Collection[str]) -> tuple[SpeechCall, Prompt]:
@@ -102,7 +107,7 @@ class Preparer:
 
         Raises ``InvalidRequest``: the voice is gone.
         """
-        return await self._once(voice.id, lambda: asyncio.to_thread(self._encode_stored, voice))
+        return await self._once(voice.id, lambda: self._in_turn(self._encode_stored, voice))
 
     async def _voice(self, speech: Speech, stored: StoredVoice | None) -> tuple[Speech, Recording | None]:
         """What a request in a stored or a sent voice says to the program. The recording itself stays here."""
@@ -112,7 +117,7 @@ class Preparer:
         if audio is not None:
             pcm, digest = await self.read(audio, "ref_audio")
             encode = self._engine.front.encode
-            return speech, Recording(await self._once(digest, lambda: asyncio.to_thread(encode, pcm)), transcript)
+            return speech, Recording(await self._once(digest, lambda: self._in_turn(encode, pcm)), transcript)
         if transcript is not None:
             raise InvalidRequest("ref_text is what ref_audio says; send both, or a stored voice", param="ref_text")
         if stored is None:
@@ -121,6 +126,10 @@ class Preparer:
             instructions = " ".join(filter(None, (stored.description, speech.instructions)))
             return dataclasses.replace(speech, instructions=instructions), None
         return speech, Recording(await self.encode_stored(stored), stored.transcript)
+
+    async def _in_turn(self, encode: Callable[[Any], Encoding], what: Any) -> Encoding:
+        async with self._turns:
+            return await asyncio.to_thread(encode, what)
 
     async def _once(self, digest: str, make: Callable[[], Coroutine[Any, Any, Encoding]]) -> Encoding:
         """The encoding kept for ``digest``, or the one that ``make`` gives, for all who ask meanwhile."""

@@ -66,7 +66,8 @@ class SpeechHandler:
                 async for data in answer.audio():
                     yield audio_item(context.id(), model, data, answer.call.format)
         except ApiError as error:
-            raise dynamo_error(error) from error
+            # Without the cause: Dynamo logs what it is given, and a caller's mistake needs no traceback of ours.
+            raise dynamo_error(error) from None
         except CallerGone:
             logger.info("the caller left before the end")
         finally:

@@ -60,6 +60,11 @@ class Histories:
         self._places += 1
         return self._places - 1, steps
 
+    @property
+    def states(self) -> list[Tensor]:
+        """All that is kept, ``[slots + 1, …]`` each."""
+        return [bank.state for bank in self._banks]
+
     def reset(self, slots: Tensor) -> None:
         """Make the past of ``slots`` ``[rows]`` that of a stream's start."""
         for bank in self._banks:

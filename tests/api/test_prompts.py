@@ -466,6 +466,22 @@ async def test_more_requests_than_may_be_prepared_at_a_time_are_told_so(
     assert len(front.asked) == 4
 
 
+async def test_only_so_many_recordings_are_encoded_at_a_time(
+    engine: FakeEngine, front: FakeFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads that read them, and those of everybody else, stay free."""
+    monkeypatch.setattr(prompts, "ENCODERS", 2)
+    preparer = Preparer(engine, None)
+    front.gate.clear()
+    waiting = [asyncio.create_task(preparer.prepare(cloned(wav(1 + part / 10)), [MODEL])) for part in range(4)]
+    await until(lambda: len(front.encoded) == 2)
+    await asyncio.sleep(0.05)
+    assert len(front.encoded) == 2
+    front.gate.set()
+    await asyncio.gather(*waiting)
+    assert len(front.encoded) == 4
+
+
 async def test_a_stored_voices_encoding_is_kept_on_disk_for_the_next_process(
     engine: FakeEngine, front: FakeFront, store: VoiceStore
 ) -> None:

@@ -334,6 +334,7 @@ async def test_recordings_of_voices_and_of_requests_are_counted_together(
     cloning: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "MOST_PREPARING", 2)
+    monkeypatch.setattr(cloning.service.prompts, "_turns", asyncio.Semaphore(2))
     cloning.front.gate.clear()
     held = [
         asyncio.create_task(cloning.speak(ref_audio=data_url(wav(1)))),

@@ -64,6 +64,21 @@ class CodecDecoder:
         self._transformer.reset(slots)
 
     @torch.inference_mode()
+    def save(self, slot: int) -> list[Tensor]:
+        """Where the stream in ``slot`` stands, for ``resume``."""
+        return [state[slot].clone() for state in self._states]
+
+    @torch.inference_mode()
+    def resume(self, slot: int, saved: list[Tensor]) -> None:
+        """Go on in ``slot`` from where ``save`` was."""
+        for state, kept in zip(self._states, saved, strict=True):
+            state[slot].copy_(kept)
+
+    @property
+    def _states(self) -> list[Tensor]:
+        return [*self._histories.states, *self._transformer.states]
+
+    @torch.inference_mode()
     def decode(self, codes: Tensor, slots: Tensor) -> Tensor:
         """The samples of the next frames.
 
@@ -158,6 +173,12 @@ class _Transformer:
         self._ring = torch.zeros(
             dims.layers, (slots + 1) * self._window, 2 * dims.kv_heads, dims.head_dim, dtype=dtype, device=device
         )
+
+    @property
+    def states(self) -> list[Tensor]:
+        """All that is kept, ``[slots + 1, …]`` each."""
+        layers, _, heads, dim = self._ring.shape
+        return [self._position, self._ring.view(layers, -1, self._window, heads, dim).transpose(0, 1)]
 
     def reset(self, slots: Tensor) -> None:
         self._position.index_fill_(0, slots, 0)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pega_omni_plugin.models.qwen3_tts.reference import ReferenceEncoder
 
 
+_SAMPLED_BYTES = 4 << 20
+
+
 class Qwen3TtsFront:
     """``Front`` of a Qwen3-TTS checkpoint."""
 
@@ -112,10 +115,14 @@ def language(config: Qwen3TtsConfig, asked: str | None) -> str | None:
 
 
 def _fingerprint(checkpoint: Path) -> str:
-    """Of the files that decide what is made of a recording: their names and sizes, and the configuration itself."""
+    """Of the files that decide what is made of a recording: weights by name, size and their first and last megabytes,
+    which no two trainings share; the configuration itself."""
     digest = sha256()
     for path in sorted(checkpoint.rglob("*.safetensors")) + sorted(checkpoint.rglob("config.json")):
-        digest.update(f"{path.relative_to(checkpoint)} {path.stat().st_size}\n".encode())
-        if path.suffix == ".json":
-            digest.update(path.read_bytes())
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(checkpoint)} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLED_BYTES))
+            file.seek(max(size - _SAMPLED_BYTES, 0))
+            digest.update(file.read())
     return digest.hexdigest()[:32]

@@ -50,13 +50,12 @@ languages."""
 @dataclass(frozen=True, slots=True)
 class Qwen3TtsOptions:
     """``positions`` is the length of a slot's cache: prompt and frames of one request together. ``deterministic`` runs
-    every step with the same number of rows, so that a seed gives the same bytes whatever shares the step. ``min_rows``
-    is the least number of rows otherwise. ``aliases`` replaces the table of OpenAI's voice names. ``reference_urls``
-    lets requests name their reference recording by URL."""
+    every step with the same number of rows, so that a seed gives the same bytes whatever shares the step. ``aliases``
+    replaces the table of OpenAI's voice names. ``reference_urls`` lets requests name their reference recording by URL,
+    whose length without silence the other two bound."""
 
     positions: int = 6144
     deterministic: bool = False
-    min_rows: int = 1
     max_input_chars: int = MAX_INPUT_CHARS
     aliases: Mapping[str, str] | None = None
     reference_urls: bool = False
@@ -66,7 +65,6 @@ class Qwen3TtsOptions:
     def __post_init__(self) -> None:
         for name, least, most in (
             ("positions", 128, 1 << 20),
-            ("min_rows", 1, 128),
             ("max_input_chars", 1, 1 << 20),
             ("min_reference_seconds", 0.1, 60.0),
             ("max_reference_seconds", self.min_reference_seconds, 60.0),

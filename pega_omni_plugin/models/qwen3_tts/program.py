@@ -8,6 +8,7 @@ indexed by its slot.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,9 @@ from pega_omni_plugin.models.qwen3_tts.thinker import Talker
 from pega_omni_plugin.nn.attention import DecodeRows
 from pega_omni_plugin.nn.checkpoint import Weights
 from pega_omni_plugin.nn.graphs import current
+
+RECORDINGS_KEPT = 32
+"""Recordings whose decoding is kept: 3 MB each with the published dimensions."""
 
 _NOTHING = np.zeros(0, np.int16)
 
@@ -76,7 +80,7 @@ class Qwen3TtsProgram:
         self._slots = slots
         talker = config.talker
         self.talker = Talker(talker, weights, slots, options.positions)
-        self.predictor = CodePredictor(talker, weights, max(slots, options.min_rows))
+        self.predictor = CodePredictor(talker, weights, slots)
         self.decoder = CodecDecoder(config.codec, codec_weights, slots)
         self._watch = Watch(slots)
         self._requests: dict[int, _Request] = {}
@@ -86,6 +90,7 @@ class Qwen3TtsProgram:
         self._padding = self.talker.embed_text(torch.tensor([config.tts_pad], device=device))[0]  # [hidden]
         # Text that is fed beside the frames, only for cloned voices: [tokens, hidden] by slot.
         self._beside: dict[int, torch.Tensor] = {}
+        self._heard: OrderedDict[bytes, list[torch.Tensor]] = OrderedDict()
         self.sampler: CpuSampler | DeviceStep
         self._device_step: DeviceStep | None = None
         if device.type == "cpu":
@@ -157,10 +162,7 @@ class Qwen3TtsProgram:
         for admission, prompt in zip(batch, prompts, strict=True):
             slot, speech = admission.slot, admission.speech
             if prompt.reference is not None:
-                # The decoder goes on from the recording, as the official package decodes both and cuts.
-                codes = torch.from_numpy(prompt.reference).long().to(self.decoder.device)
-                with current(codes.device):
-                    self.decoder.decode(codes[None], torch.tensor([slot], device=codes.device))
+                self._hear(slot, prompt.reference)
             self._beside.pop(slot, None)
             if prompt.trailing:
                 self._beside[slot] = self.talker.embed_text(torch.tensor(prompt.trailing, device=hidden.device))
@@ -192,10 +194,27 @@ class Qwen3TtsProgram:
     def close(self) -> None:
         """Nothing is held but memory."""
 
+    def _hear(self, slot: int, reference: npt.NDArray[np.int16]) -> None:
+        """Let the decoder go on from the recording, as the official package decodes both and cuts.
+
+        Everybody waits while it is decoded, so where that ends is kept for the next request in this voice.
+        """
+        name = reference.tobytes()
+        if name in self._heard:
+            self._heard.move_to_end(name)
+            self.decoder.resume(slot, self._heard[name])
+            return
+        codes = torch.from_numpy(reference).long().to(self.decoder.device)
+        with current(codes.device):
+            self.decoder.decode(codes[None], torch.tensor([slot], device=codes.device))
+        self._heard[name] = self.decoder.save(slot)
+        if len(self._heard) > RECORDINGS_KEPT:
+            self._heard.popitem(last=False)
+
     def _run(self, slots: Sequence[int], requests: list[_Request]) -> tuple[npt.NDArray[np.int64], Pcm]:
         """A frame for every slot, on the CPU: codes of group 0 ``[rows]`` and samples ``[rows, samples]``."""
         begun = time.perf_counter()
-        rows = self._slots if self.options.deterministic else max(len(slots), self.options.min_rows)
+        rows = self._slots if self.options.deterministic else len(slots)
         padded = [*slots, *[0] * (rows - len(slots))]
         frames = np.array([request.frames for request in requests] + [0] * (rows - len(slots)))
         index = torch.tensor(padded)

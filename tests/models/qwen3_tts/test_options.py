@@ -35,7 +35,6 @@ def config_of(checkpoint_of: Callable[[str], Path]) -> ConfigOf:
     ("given", "message"),
     [
         ({"positions": 127}, "positions must be from 128 to 1048576, got 127"),
-        ({"min_rows": 0}, "min_rows must be from 1 to 128, got 0"),
         ({"max_input_chars": 0}, "max_input_chars must be from 1"),
         ({"min_reference_seconds": 0.05}, "min_reference_seconds must be from 0.1 to 60.0, got 0.05"),
         ({"max_reference_seconds": 61.0}, "max_reference_seconds must be from 1.0 to 60.0, got 61.0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -227,11 +228,26 @@ def test_a_cloned_voice_shares_a_step_with_others(load: Load, front_of: FrontOf)
     assert {slot: one.codes for slot, one in heard.items()} == {slot: one.codes for slot, one in expected.items()}
 
 
-def test_rows_that_pad_a_step_change_nothing(load: Load, say: Say) -> None:
-    expected = alone(load("custom_voice", 2), say(max_new_tokens=8))
-    heard = alone(load("custom_voice", 2, min_rows=5), say(max_new_tokens=8))
-    assert heard.codes == expected.codes
-    assert np.abs(heard.pcm.astype(int) - expected.pcm).max() <= 1
+def test_a_recording_is_decoded_once_for_all_who_speak_in_its_voice(
+    load: Load, front_of: FrontOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, prompt = load("base", 2), clone_prompt(front_of("base"))
+    monkeypatch.setattr(program, "_heard", OrderedDict())
+    lengths: list[int] = []
+    decode = program.decoder.decode
+
+    def counted(codes: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        lengths.append(codes.shape[1])
+        return decode(codes, slots)
+
+    monkeypatch.setattr(program.decoder, "decode", counted)
+    speech = Speech("This is longer than that.", "clone", seed=3)
+    first = speak(program, speech, prompt, slot=1)
+    again = speak(program, speech, prompt, slot=2)
+    recording = len(load_arrays("base")["reference/codes"])
+    assert [length for length in lengths if length > 1] == [recording]
+    assert again.codes == first.codes
+    assert np.array_equal(again.pcm, first.pcm)
 
 
 SLOTS = 16
