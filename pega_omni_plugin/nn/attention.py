@@ -7,7 +7,7 @@ is one of three: ``triton_decode`` on CUDA, ``sdpa_decode`` elsewhere, or what w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -106,19 +106,6 @@ def _upload(numbers: Sequence[int], device: torch.device | str) -> Tensor:
     return torch.from_numpy(np.array(numbers, np.int64)).to(device)
 
 
-DecodeAttention = Callable[[Tensor, Tensor, Tensor, DecodeRows, float], Tensor]
-"""``(query, keys, values, rows, scale)`` as of ``decode_attention``. Inside a CUDA graph, only tensors of ``rows`` may
-decide what is read."""
-
-_in_place: DecodeAttention | None = None
-
-
-def use(implementation: DecodeAttention | None) -> None:
-    """Put an implementation in place for every device, such as vLLM's flash build; None: choose by device again."""
-    global _in_place
-    _in_place = implementation
-
-
 def decode_attention(query: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows, scale: float) -> Tensor:
     """One query a row against its slot's past.
 
@@ -126,8 +113,6 @@ def decode_attention(query: Tensor, keys: Tensor, values: Tensor, rows: DecodeRo
     their ``kv_heads``, and consecutive heads share keys (arXiv 2305.13245). Scores are multiplied by ``scale``. Returns
     ``[rows, heads, head_dim]``.
     """
-    if _in_place is not None:
-        return _in_place(query, keys, values, rows, scale)
     return (triton_decode if query.is_cuda else sdpa_decode)(query, keys, values, rows, scale)
 
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pega_omni_plugin.nn import attention
 from pega_omni_plugin.nn.attention import READ_POSITIONS, DecodeRows, decode_attention, prefill_attention, sdpa_decode
+from tests.nn.interpreted import interpret
 
 Tensor = torch.Tensor
 HEADS = [(4, 2, 32), (16, 8, 128), (8, 2, 64), (8, 1, 64), (4, 4, 16), (3, 1, 32)]
@@ -183,17 +183,6 @@ def test_a_prompt_is_the_same_to_the_bit_in_any_company() -> None:
     assert torch.equal(together[11:41], alone)
 
 
-def test_an_implementation_put_in_place_is_used_until_taken_out() -> None:
-    keys, values = torch.randn(2, 3, 4, 2, 32)
-    query, rows = torch.randn(1, 4, 32), DecodeRows.prepare([1], [4], "cpu")
-    attention.use(lambda query, keys, values, rows, scale: query * scale)
-    try:
-        assert torch.equal(decode_attention(query, keys, values, rows, 3.0), query * 3)
-    finally:
-        attention.use(None)
-    assert torch.equal(decode_attention(query, keys, values, rows, 3.0), sdpa_decode(query, keys, values, rows, 3.0))
-
-
 INTERPRETED = """
 import torch
 from pega_omni_plugin.nn.attention import READ_POSITIONS, DecodeRows, sdpa_decode, triton_decode
@@ -232,16 +221,8 @@ for heads, kv_heads, head_dim, positions, rows, dtype, programs in [
 
 
 def test_triton_kernels_agree_with_sdpa_when_interpreted() -> None:
-    pytest.importorskip("triton")
-    ran = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert {line for line in ran.stdout.splitlines() if line.startswith("splits")} == {
+    printed = interpret(INTERPRETED)
+    assert {line for line in printed.splitlines() if line.startswith("splits")} == {
         "splits 1",
         "splits 2",
         "splits 8",

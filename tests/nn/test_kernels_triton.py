@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pega_omni_plugin.nn import kernels
+from tests.nn.interpreted import interpret
 
 INTERPRETED = """
 import numpy, torch, triton
@@ -82,15 +83,7 @@ refused("hidden", TRITON.rms_norm, torch.ones(1, 8193), None, eps)
 
 
 def test_every_operation_gives_what_the_plain_one_gives_when_interpreted() -> None:
-    pytest.importorskip("triton")
-    ran = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    interpret(INTERPRETED)
 
 
 COMPILED = """

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.nn.interpreted import interpret
+
 INTERPRETED = """
 import numpy, torch
 from pega_omni_plugin.nn import sampling
@@ -102,15 +104,7 @@ refused("dense", torch.zeros(5, 2).T[:1])
 
 
 def test_every_draw_is_that_of_pytorch_and_numpy_when_interpreted() -> None:
-    pytest.importorskip("triton")
-    ran = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    interpret(INTERPRETED)
 
 
 COMPILED = """
